@@ -1,0 +1,1 @@
+"""LoRA on any precision's linear."""

@@ -1,0 +1,1 @@
+"""YAML and overrides to one validated Config."""

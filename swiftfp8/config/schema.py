@@ -1,0 +1,241 @@
+"""Every option of swiftfp8, typed, documented and validated in one place.
+
+Everyday keys are flat and named as transformers, PEFT and ms-swift name them; the rest lives in
+groups. pydantic checks types and reports every problem of a configuration at once. The docstring
+under a field is its help text: `config explain` and shell completion read it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(
+    extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, validate_default=True
+)
+
+
+def _as_list(value: Any) -> Any:
+    """Take a single value, or a comma-separated string, for a list."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+def _frozen(value: list[str]) -> tuple[str, ...]:
+    return tuple(value)
+
+
+Names = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_frozen)]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class PrecisionConfig:
+    """How FP8 is done, and what happens where it can't be."""
+
+    recipe: Literal["auto", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed"] = "auto"
+    """FP8 scaling recipe; `auto` takes the first that hardware and libraries allow."""
+    backend: Literal["auto", "te", "emulated"] = "auto"
+    """Who runs FP8: `te` (Transformer Engine) or `emulated` (the numerics only, on any device)."""
+    emulate: bool = False
+    """Run FP8 numerics emulated where no FP8 hardware is found, instead of falling back."""
+    fp8_format: Literal["e4m3", "hybrid"] = "hybrid"
+    """`e4m3` everywhere, or `hybrid`: e4m3 forward, e5m2 for gradients."""
+    margin: NonNegative = 0
+    """Delayed scaling: scale is divided by 2**margin."""
+    amax_history_len: Positive = 1024
+    """Delayed scaling: how many past amax values a scale looks back on."""
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """Delayed scaling: how the history becomes one amax."""
+    split_accumulator: bool = False
+    """Accumulate the forward product in full FP32 (slower, more exact); gradients always do."""
+    backward_override: Literal["high_precision", "dequantized"] | None = None
+    """Run backward matmuls in high precision on the original or the dequantized operands."""
+    strict: bool = False
+    """Make a fallback from the asked dtype an error."""
+    min_coverage: Fraction = 0.0
+    """Share of matmul FLOPs that must run in FP8, checked on the running modules."""
+    exclude: Names = Field(default_factory=list)
+    """Name patterns (shell globs or dotted suffixes) of linears to keep in high precision."""
+    first_layers_bf16: NonNegative = 0
+    """How many of the first decoder layers stay in high precision."""
+    last_layers_bf16: NonNegative = 0
+    """How many of the last decoder layers stay in high precision."""
+    start_step: NonNegative = 0
+    """Train in high precision up to this optimizer step, then switch FP8 on."""
+    interval: NonNegative | None = None
+    """Accepted from old configurations; Transformer Engine no longer has it."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DataConfig:
+    """Reading, checking and tokenizing rows."""
+
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Stop at a bad row, or count and skip it."""
+    format: Literal["auto", "alpaca", "sharegpt", "messages", "text"] = "auto"
+    """Row format; `auto` detects it from the columns and says so."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Rename columns before detection: `{question: instruction, answer: output}`."""
+    truncation: Literal["right", "delete"] = "right"
+    """Rows over `max_length`: cut the end, or drop the row."""
+    shuffle: bool = True
+    """Shuffle training rows each epoch, by `seed`."""
+    num_workers: NonNegative = 0
+    """Data loader processes."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class OptimConfig:
+    """Optimizer and schedule."""
+
+    name: Literal["adamw_torch", "adamw_torch_fused"] = "adamw_torch"
+    """Optimizer, by its transformers name."""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"
+    ] = "cosine"
+    """Learning-rate schedule, by its transformers name."""
+    min_lr_ratio: Fraction = 0.1
+    """Lowest share of the learning rate, for `cosine_with_min_lr`."""
+    adam_beta1: Fraction = 0.9
+    """AdamW's first-moment decay."""
+    adam_beta2: Fraction = 0.95
+    """AdamW's second-moment decay."""
+    adam_epsilon: NonNegativeFloat = 1e-8
+    """AdamW's denominator floor."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TrainConfig:
+    """Cadence of logging, evaluation and checkpoints."""
+
+    logging_steps: Positive = 5
+    """Optimizer steps between log lines."""
+    eval_steps: NonNegative = 50
+    """Optimizer steps between evaluations; 0 evaluates at the end only."""
+    save_steps: NonNegative = 100
+    """Optimizer steps between checkpoints; 0 saves at the end only."""
+    save_total_limit: Positive = 2
+    """How many checkpoints are kept, beside best and last."""
+    images: bool = True
+    """Write loss, learning rate, gradient norm and throughput as PNGs to `images/`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ExportConfig:
+    """What the exported checkpoint looks like and how it is checked."""
+
+    format: Literal["fp8_block", "bf16"] = "fp8_block"
+    """`fp8_block`: e4m3 in 128x128 blocks, for vLLM, SGLang and LMDeploy; `bf16`: merged only."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors shard."""
+    exclude: Names = Field(default_factory=list)
+    """Name patterns of linears to leave in BF16, besides those that must."""
+    verify: bool = True
+    """Reload in a fresh process and compare logits before the export is called done."""
+    fidelity_dataset: Names = Field(default_factory=list)
+    """Held-out text on which the export is compared with its BF16 merge (perplexity, KL, top-1)."""
+    fidelity_tokens: Positive = 4096
+    """How many tokens of it are read."""
+    overwrite: bool = False
+    """Replace an existing export directory."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class GuardConfig:
+    """What happens when numbers go wrong."""
+
+    on_nonfinite: Literal["stop", "ignore"] = "stop"
+    """A loss or gradient norm that is not finite: stop with the layer named, or go on."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Config:
+    """One training job. Flat keys are everyday ones; groups hold the rest."""
+
+    model_type: str | None = None
+    """Model family, a file of `configs/model/`; found from the checkpoint where left out."""
+    model: str | None = None
+    """Local directory, GGUF file, or hub id; left out, the family's default."""
+    hub: Literal["hf", "modelscope"] = "hf"
+    """Where a hub id is looked up."""
+    dataset: Names = Field(default_factory=list)
+    """Files, hub ids or registered names, each with an optional `#N` to sample N rows."""
+    val_dataset: Names = Field(default_factory=list)
+    """Rows to evaluate on."""
+    split_dataset_ratio: Fraction = 0.0
+    """Share of `dataset` set aside for evaluation where `val_dataset` is empty."""
+    task: Literal["sft", "pretrain"] = "sft"
+    """`sft` learns the assistant's turns, `pretrain` every token of plain text."""
+    dtype: Literal["fp8", "bf16", "fp16", "fp32"] = "fp8"
+    """Precision asked for; the plan says what each layer gets."""
+    tuner: Literal["lora", "full"] = "lora"
+    """`lora` trains adapters on a frozen base; `full` trains every weight."""
+    lora_rank: Positive = 8
+    """LoRA r."""
+    lora_alpha: NonNegativeFloat = 32
+    """LoRA alpha; the update is scaled by alpha / r (alpha / sqrt(r) with `use_rslora`)."""
+    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Dropout on LoRA's input."""
+    use_rslora: bool = False
+    """Rank-stabilised scaling, alpha / sqrt(r)."""
+    target_modules: Names = Field(default_factory=lambda: ["all-linear"])
+    """Linears that get LoRA: last name parts, or `all-linear` (all but the head)."""
+    max_length: Positive = 2048
+    """Tokens a row may have."""
+    system: str | None = None
+    """System prompt for rows that have none."""
+    template: str | None = None
+    """Jinja chat template file that replaces the tokenizer's own."""
+    num_train_epochs: Annotated[float, Field(gt=0.0)] = 1.0
+    """Passes over the data."""
+    max_steps: Annotated[int, Field(ge=-1)] = -1
+    """Optimizer steps; -1 goes by epochs."""
+    per_device_train_batch_size: Positive = 1
+    """Rows a micro-batch holds."""
+    per_device_eval_batch_size: Positive = 1
+    """Rows an evaluation batch holds."""
+    gradient_accumulation_steps: Positive = 1
+    """Micro-batches an optimizer step adds up."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-4
+    """Peak learning rate."""
+    warmup_ratio: Fraction = 0.03
+    """Share of all steps spent warming up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Gradient clipping; 0 turns it off."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention kernel, by its transformers name."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the checkpoint."""
+    seed: NonNegative = 42
+    """Seed of initialisation, data order and dropout."""
+    output_dir: str = "output"
+    """Parent of run directories `<model>-<task>-<timestamp>`."""
+    run_name: str | None = None
+    """Name of the run directory, in place of the generated one."""
+    export_dir: str | None = None
+    """Where an export is written; set, training ends with an export. Left out: `<run>/export`."""
+    export_quantization_bit: Literal[8, 16] | None = None
+    """8 exports FP8, 16 merged BF16, as ms-swift writes it; set, training ends with an export."""
+    resume_from_checkpoint: str | None = None
+    """A `checkpoint-N` or run directory to go on from."""
+    report_to: Names = Field(default_factory=list)
+    """`tensorboard`, `wandb`, `swanlab`."""
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)

@@ -1,0 +1,1 @@
+"""Rows of any common format, tokenized with a loss mask."""

@@ -1,0 +1,1 @@
+"""Checkpoint layouts that need code."""

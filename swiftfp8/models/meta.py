@@ -1,0 +1,48 @@
+"""What the plan needs to know of a model, read without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearMeta:
+    """One matmul with a weight. `name` is the module path; `layer` its decoder layer, if any.
+
+    `kind`: "linear", "head" (the output projection), "router" (a gate, or any subclass of
+    nn.Linear).
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool
+    kind: str
+    layer: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelMeta:
+    """Shapes and counts of a causal language model whose files lie in `path`.
+
+    `keep_high` maps name patterns (shell globs on full module names) to the family's reason for
+    keeping them out of FP8. Parameter counts are numbers of elements.
+    """
+
+    name: str
+    family: str
+    path: Path
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    tied_head: bool
+    linears: tuple[LinearMeta, ...]
+    total_params: int
+    keep_high: dict[str, str]

@@ -1,0 +1,1 @@
+"""config → plan → load → inject → train → export, and nothing else."""
