@@ -1,0 +1,67 @@
+"""Who may import what: the rules of one-way data flow, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import swiftfp8
+
+PACKAGE = Path(swiftfp8.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+STAGE_ORDER = ("config", "plan", "models", "data", "inject", "train", "export")
+
+
+def imported(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Names of the modules that a file imports, anywhere or at module level only."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def users_of(library: str) -> set[str]:
+    return {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if any(name.split(".")[0] == library for name in imported(path))
+    }
+
+
+def test_only_config_knows_hydra() -> None:
+    assert users_of("hydra") | users_of("omegaconf") <= {"config/compose.py"}
+
+
+def test_only_te_backend_and_probe_import_transformer_engine() -> None:
+    allowed = {"precision/te.py", "hardware.py"}
+    assert users_of("transformer_engine") | users_of("transformer_engine_torch") <= allowed
+
+
+def test_nothing_reaches_back_along_the_pipeline() -> None:
+    later = {stage: STAGE_ORDER[i + 1 :] for i, stage in enumerate(STAGE_ORDER)}
+    for path in FILES:
+        stage = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        reached = {name.split(".")[1] for name in imported(path) if name.startswith("swiftfp8.")}
+        assert not reached & set(later.get(stage, ())), f"{path} imports a later stage"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        info.name
+        for info in pkgutil.walk_packages(swiftfp8.__path__, "swiftfp8.")
+        if not info.name.endswith("__main__")
+    ],
+)
+def test_every_module_imports_without_transformer_engine(module: str) -> None:
+    importlib.import_module(module)
