@@ -1,0 +1,319 @@
+"""Safetensors read and written a few rows at a time, so that no model has to fit in memory.
+
+A safetensors file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape,
+byte range) and the bytes. Shapes and types of an export are known before its first byte is
+computed, so headers are written first and tensors follow in order, in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from swiftfp8.errors import SwiftFP8Error
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_MAX_HEADER = 100 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Name, safetensors dtype and shape of a stored tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the first axis (of the whole, for a scalar)."""
+        size = DTYPES[self.dtype].itemsize
+        for length in self.shape[1:]:
+            size *= length
+        return size
+
+    @property
+    def rows(self) -> int:
+        """Length of the first axis; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    file: Path
+    offset: int
+
+
+class CheckpointReader:
+    """The tensors of a Hugging Face directory: `specs` in file order, and any rows of them.
+
+    Raises:
+        SwiftFP8Error: no safetensors, a missing shard, a truncated or damaged file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.specs: dict[str, TensorSpec] = {}
+        self._places: dict[str, _Place] = {}
+        self._open: tuple[Path, BinaryIO] | None = None
+        for file in shard_files(directory):
+            self._add(file)
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor, in its stored dtype, freshly allocated."""
+        spec, place = self.specs[name], self._places[name]
+        count = (spec.rows if stop is None else stop) - start
+        buffer = torch.empty(count * spec.row_bytes, dtype=torch.uint8)
+        handle = self._handle(place.file)
+        handle.seek(place.offset + start * spec.row_bytes)
+        if handle.readinto(memoryview(buffer.numpy())) != buffer.numel():
+            raise _damaged(place.file, "the file ended while it was being read")
+        shape = (count, *spec.shape[1:]) if spec.shape else ()
+        return buffer.view(DTYPES[spec.dtype]).view(shape)
+
+    def close(self) -> None:
+        """Close the file that is open, if one is."""
+        if self._open:
+            self._open[1].close()
+            self._open = None
+
+    def _handle(self, file: Path) -> BinaryIO:
+        if self._open is None or self._open[0] != file:
+            self.close()
+            self._open = (file, file.open("rb"))
+        return self._open[1]
+
+    def _add(self, file: Path) -> None:
+        for spec, offset in read_header(file):
+            if spec.name in self.specs:
+                raise _damaged(file, f"tensor {spec.name} is stored twice")
+            self.specs[spec.name] = spec
+            self._places[spec.name] = _Place(file=file, offset=offset)
+
+
+class CheckpointWriter:
+    """Writes tensors, in the order of `specs`, as shards of at most `max_shard_bytes`.
+
+    A tensor may come in several pieces of rows. Use as a context manager: leaving it in good
+    order writes the index. One shard becomes `model.safetensors` without an index.
+    """
+
+    def __init__(
+        self, directory: Path, specs: Sequence[TensorSpec], max_shard_bytes: int
+    ) -> None:
+        self.directory = directory
+        self._shards = split_shards(specs, max_shard_bytes)
+        self._todo = [(n, spec) for n, shard in enumerate(self._shards) for spec in shard]
+        self._next = 0
+        self._missing_bytes = 0
+        self._shard = -1
+        self._file: BinaryIO | None = None
+
+    def write(self, name: str, piece: Tensor) -> int:
+        """Append a piece of tensor `name`; returns how many bytes were written."""
+        if self._missing_bytes == 0:
+            self._begin(name)
+        _, spec = self._todo[self._next - 1]
+        assert spec.name == name and DTYPES[spec.dtype] == piece.dtype, (spec, name, piece.dtype)
+        raw = piece.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+        assert raw.numel() <= self._missing_bytes, f"{name}: more bytes than its shape has"
+        assert self._file is not None
+        self._file.write(memoryview(raw.numpy()))
+        self._missing_bytes -= raw.numel()
+        return raw.numel()
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file:
+            self._file.close()
+        if kind is None:
+            assert self._missing_bytes == 0 and self._next == len(self._todo), "tensors missing"
+            self._write_index()
+
+    def _begin(self, name: str) -> None:
+        shard, spec = self._todo[self._next]
+        assert spec.name == name, f"expected {spec.name}, got {name}"
+        self._next += 1
+        self._missing_bytes = spec.nbytes
+        if shard != self._shard:
+            if self._file:
+                self._file.close()
+            self._shard = shard
+            self._file = (self.directory / self._shard_name(shard)).open("wb")
+            self._file.write(_header_bytes(self._shards[shard]))
+
+    def _shard_name(self, shard: int) -> str:
+        if len(self._shards) == 1:
+            return SINGLE_NAME
+        return f"model-{shard + 1:05d}-of-{len(self._shards):05d}.safetensors"
+
+    def _write_index(self) -> None:
+        if len(self._shards) == 1:
+            return
+        weight_map = {spec.name: self._shard_name(shard) for shard, spec in self._todo}
+        total = sum(spec.nbytes for _, spec in self._todo)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def shard_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory, by its index where it has one."""
+    index = directory / INDEX_NAME
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing or not names:
+            raise SwiftFP8Error(
+                f"weights are missing: {', '.join(missing) or 'the index lists none'}",
+                where=str(index),
+                fix="download or copy the model again",
+            )
+        return [directory / name for name in names]
+    single = directory / SINGLE_NAME
+    if not single.is_file():
+        raise SwiftFP8Error(
+            "no safetensors weights here",
+            where=str(directory),
+            fix=f"give a Hugging Face model directory with {SINGLE_NAME} or {INDEX_NAME}",
+        )
+    return [single]
+
+
+def read_header(file: Path) -> list[tuple[TensorSpec, int]]:
+    """Tensors of a safetensors file with their absolute byte offsets, in file order."""
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        prefix = handle.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > min(size - 8, _MAX_HEADER):
+            raise _damaged(file, "the header is cut off")
+        try:
+            header = json.loads(handle.read(length))
+        except ValueError as error:
+            raise _damaged(file, "the header is not JSON") from error
+    entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+    found = [_entry(file, name, entry, 8 + length) for name, entry in entries]
+    found.sort(key=lambda pair: pair[1])
+    end = max((offset + spec.nbytes for spec, offset in found), default=8 + length)
+    if end != size:
+        raise _damaged(file, f"{size} bytes long where its header says {end}")
+    return found
+
+
+def split_shards(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    """Tensors in order, a new shard where the next tensor would exceed `max_bytes`."""
+    shards: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if shards[-1] and filled + spec.nbytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(spec)
+        filled += spec.nbytes
+    return shards
+
+
+def parse_size(text: str) -> int:
+    """Bytes of '5GB', '500 MiB' or '1000000'."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text.upper())
+    if not match or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] < 1:
+        raise SwiftFP8Error(
+            f"'{text}' is not a size", where="export.max_shard_size", fix="write it as 5GB or 2GiB"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; SwiftFP8Error where it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SwiftFP8Error(
+            f"can't read {path.name}: {error.strerror}", where=str(path)
+        ) from error
+    except ValueError as error:
+        raise SwiftFP8Error(f"{path.name} is not valid JSON: {error}", where=str(path)) from error
+    if not isinstance(value, dict):
+        raise SwiftFP8Error(f"{path.name} does not hold a JSON object", where=str(path))
+    return value
+
+
+def _entry(file: Path, name: str, entry: Any, base: int) -> tuple[TensorSpec, int]:
+    dtype = entry["dtype"]
+    if dtype not in DTYPES:
+        raise _damaged(file, f"tensor {name} has the unknown type {dtype}")
+    spec = TensorSpec(name=name, dtype=dtype, shape=tuple(entry["shape"]))
+    start, end = entry["data_offsets"]
+    if end - start != spec.nbytes:
+        raise _damaged(file, f"tensor {name} has {end - start} bytes for shape {spec.shape}")
+    return spec, base + start
+
+
+def _header_bytes(specs: Sequence[TensorSpec]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.nbytes
+        header[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _damaged(file: Path, what: str) -> SwiftFP8Error:
+    return SwiftFP8Error(
+        f"damaged safetensors file: {what}", where=str(file), fix="download or copy the file again"
+    )

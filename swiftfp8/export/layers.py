@@ -1,0 +1,236 @@
+"""Which weights of a checkpoint are matmuls, and which of them may become FP8.
+
+Names come from the checkpoint, kinds from the model class built on the meta device: only a plain
+nn.Linear is a candidate (some routers subclass it), and of those not the head, not a router, not
+a vision tower. Engines fuse q/k/v and gate/up into one matmul, so such a group is quantized whole
+or not at all; where one member's shape does not fit the blocks, all stay in BF16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.checkpoint_io import FLOATS, TensorSpec, read_json
+from swiftfp8.registry import suggest
+
+FUSED_GROUPS = (
+    frozenset({"q_proj", "k_proj", "v_proj"}),
+    frozenset({"gate_proj", "up_proj"}),
+    frozenset({"w1", "w3"}),
+    frozenset({"q_a_proj", "kv_a_proj_with_mqa"}),
+)
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+_OTHER_TOWERS = re.compile(r"vision|visual|audio|image|multi_modal|mm_proj")
+_EXPERT = re.compile(r"(?P<experts>.+)\.\d+\.[^.]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLayers:
+    """What a model class says of its checkpoint. `linears` maps module names to a kind.
+
+    Kinds: "linear", "head", "router". `experts` are modules that hold several experts, whose
+    weights a checkpoint stores one by one. `keep_fp32` are patterns of parameters that the class
+    wants in float32. `tied` maps tensors that repeat another one to that other one.
+    """
+
+    config: Mapping[str, Any]
+    linears: Mapping[str, str]
+    experts: tuple[str, ...]
+    keep_fp32: tuple[str, ...]
+    tied: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What one linear's weight becomes, and why. `name` is the module's full name."""
+
+    name: str
+    shape: tuple[int, ...]
+    quantize: bool
+    reason: str
+
+
+def inspect_model(directory: Path, *, trust_remote_code: bool = False) -> ModelLayers:
+    """Build the model of `directory` without weights and list its linears.
+
+    Raises:
+        SwiftFP8Error: no config.json, an architecture that transformers does not know, or a base
+            that is quantized already.
+    """
+    raw = read_json(directory / "config.json")
+    if "quantization_config" in raw:
+        method = raw["quantization_config"].get("quant_method", "?")
+        raise SwiftFP8Error(
+            f"this model is quantized already ({method})",
+            where=str(directory / "config.json"),
+            fix="give the BF16 model that it was made from",
+        )
+    return _layers_of(_meta_model(directory, trust_remote_code), raw)
+
+
+def inspect_export(directory: Path, *, trust_remote_code: bool = False) -> ModelLayers:
+    """The same for an exported, quantized directory."""
+    raw = read_json(directory / "config.json")
+    return _layers_of(_meta_model(directory, trust_remote_code), raw)
+
+
+def decide(
+    layers: ModelLayers,
+    specs: Mapping[str, TensorSpec],
+    *,
+    multiple: tuple[int, int],
+    exclude: Sequence[str] = (),
+    keep: Mapping[str, str] | None = None,
+) -> tuple[Decision, ...]:
+    """Decide for every linear of the checkpoint. `multiple` is what (N, K) must be divisible by.
+
+    `exclude` are the user's patterns, `keep` maps patterns to a model family's reasons.
+    """
+    candidates = {
+        name: specs[f"{name}.weight"]
+        for name in _linear_names(layers, specs)
+        if f"{name}.weight" not in layers.tied
+    }
+    _check_patterns(exclude, candidates)
+    reasons: dict[str, str | None] = {
+        name: _why_not(layers, name, spec, multiple, exclude, keep or {})
+        for name, spec in candidates.items()
+    }
+    for members in _groups(candidates):
+        blocked = next((name for name in members if reasons[name]), None)
+        for name in members:
+            if blocked and not reasons[name]:
+                reasons[name] = f"fused with {blocked.rpartition('.')[2]}: {reasons[blocked]}"
+    return tuple(
+        Decision(
+            name=name,
+            shape=spec.shape,
+            quantize=reasons[name] is None,
+            reason=reasons[name] or "linear",
+        )
+        for name, spec in candidates.items()
+    )
+
+
+def matches(name: str, pattern: str) -> bool:
+    """A shell glob on the full name, or a dotted suffix of it."""
+    return fnmatchcase(name, pattern) or name == pattern or name.endswith(f".{pattern}")
+
+
+def fused_siblings(name: str) -> list[str]:
+    """Names of the linears that engines fuse with `name`, itself included; [] for none."""
+    parent, _, last = name.rpartition(".")
+    group = next((group for group in FUSED_GROUPS if last in group), None)
+    return sorted(f"{parent}.{member}" for member in group) if group else []
+
+
+def _groups(names: Iterable[str]) -> list[list[str]]:
+    known = set(names)
+    grouped = {tuple(fused_siblings(name)) for name in known} - {()}
+    return [[name for name in group if name in known] for group in sorted(grouped)]
+
+
+def _linear_names(layers: ModelLayers, specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Modules whose 2D float weight is in the checkpoint and multiplies activations."""
+    names = []
+    for key, spec in specs.items():
+        name = key.removesuffix(".weight")
+        if name == key or len(spec.shape) != 2 or spec.dtype not in FLOATS | {"F8_E4M3"}:
+            continue
+        expert = _EXPERT.fullmatch(name)
+        if name in layers.linears or (expert and expert["experts"] in layers.experts):
+            names.append(name)
+    return names
+
+
+def _why_not(
+    layers: ModelLayers,
+    name: str,
+    spec: TensorSpec,
+    multiple: tuple[int, int],
+    exclude: Sequence[str],
+    keep: Mapping[str, str],
+) -> str | None:
+    """The reason why a linear stays in BF16, None where it is quantized."""
+    kind = layers.linears.get(name, "linear")
+    if kind == "head":
+        return "output head"
+    if kind == "router" or name.rpartition(".")[2] in _ROUTERS:
+        return "router"
+    if _OTHER_TOWERS.search(name):
+        return "not part of the language model"
+    for pattern in exclude:
+        if matches(name, pattern):
+            return f"export.exclude: {pattern}"
+    for pattern, reason in keep.items():
+        if matches(name, pattern):
+            return reason
+    for axis, length, divisor in zip(("out", "in"), spec.shape, multiple, strict=True):
+        if length % divisor:
+            return f"{axis}_features {length} is no multiple of {divisor}"
+    return None
+
+
+def _check_patterns(exclude: Sequence[str], names: Iterable[str]) -> None:
+    known = list(names)
+    for pattern in exclude:
+        if not any(matches(name, pattern) for name in known):
+            close = suggest(pattern, {name.rpartition(".")[2] for name in known})
+            raise SwiftFP8Error(
+                f"'{pattern}' matches no linear of this model",
+                where="export.exclude",
+                fix=f"did you mean {close}?" if close else "give a name such as down_proj",
+            )
+
+
+def _layers_of(model: Any, raw: Mapping[str, Any]) -> ModelLayers:
+    from torch import nn
+
+    head = model.get_output_embeddings()
+    linears: dict[str, str] = {}
+    experts = []
+    for name, module in model.named_modules():
+        if module is head and head is not None:
+            linears[name] = "head"
+        elif isinstance(module, nn.Linear):
+            linears[name] = "linear" if type(module) is nn.Linear else "router"
+        elif name.endswith(".experts"):
+            experts.append(name)
+    keep = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    return ModelLayers(
+        config=raw,
+        linears=linears,
+        experts=tuple(experts),
+        keep_fp32=tuple(sorted(keep)),
+        tied=_tied(model),
+    )
+
+
+def _tied(model: Any) -> dict[str, str]:
+    """Tensor -> the tensor it repeats, as the class declares it; empty where nothing is tied."""
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return {}
+    keys = model._tied_weights_keys
+    return dict(keys) if isinstance(keys, Mapping) else {}
+
+
+def _meta_model(directory: Path, trust_remote_code: bool) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise SwiftFP8Error(
+            f"transformers can't build this model: {str(error).splitlines()[0]}",
+            where=str(directory),
+            fix="a causal language model is needed; set trust_remote_code=true if it has own code",
+        ) from error
