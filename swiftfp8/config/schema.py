@@ -7,14 +7,22 @@ under a field is its help text: `config explain` and shell completion read it.
 
 from __future__ import annotations
 
+import os.path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 _STRICT = ConfigDict(
-    extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, validate_default=True
+    extra="forbid",
+    use_attribute_docstrings=True,
+    coerce_numbers_to_str=True,
+    validate_default=True,
+    allow_inf_nan=False,
 )
+
+FREE_TEXT = "free text"
+"""Marks a field whose command-line value is taken as typed: a comma in it is no sweep."""
 
 
 def _as_list(value: Any) -> Any:
@@ -30,11 +38,30 @@ def _frozen(value: list[str]) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _no_bool(value: Any) -> Any:
+    """Keep `true` from passing for 1."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
+
+
+def _expand_user(value: str | None) -> str | None:
+    return os.path.expanduser(value) if value else value
+
+
+def _expand_users(value: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(os.path.expanduser(name) for name in value)
+
+
 Names = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_frozen)]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+Sources = Annotated[Names, AfterValidator(_expand_users)]
+PathText = Annotated[str, AfterValidator(_expand_user)]
+Whole = Annotated[int, BeforeValidator(_no_bool)]
+Real = Annotated[float, BeforeValidator(_no_bool)]
+Positive = Annotated[Whole, Field(ge=1)]
+NonNegative = Annotated[Whole, Field(ge=0)]
+Fraction = Annotated[Real, Field(ge=0.0, le=1.0)]
+NonNegativeFloat = Annotated[Real, Field(ge=0.0)]
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -141,7 +168,7 @@ class ExportConfig:
     """Name patterns of linears to leave in BF16, besides those that must."""
     verify: bool = True
     """Reload in a fresh process and compare logits before the export is called done."""
-    fidelity_dataset: Names = Field(default_factory=list)
+    fidelity_dataset: Sources = Field(default_factory=list)
     """Held-out text on which the export is compared with its BF16 merge (perplexity, KL, top-1)."""
     fidelity_tokens: Positive = 4096
     """How many tokens of it are read."""
@@ -163,13 +190,13 @@ class Config:
 
     model_type: str | None = None
     """Model family, a file of `configs/model/`; found from the checkpoint where left out."""
-    model: str | None = None
+    model: PathText | None = None
     """Local directory, GGUF file, or hub id; left out, the family's default."""
     hub: Literal["hf", "modelscope"] = "hf"
     """Where a hub id is looked up."""
-    dataset: Names = Field(default_factory=list)
+    dataset: Sources = Field(default_factory=list)
     """Files, hub ids or registered names, each with an optional `#N` to sample N rows."""
-    val_dataset: Names = Field(default_factory=list)
+    val_dataset: Sources = Field(default_factory=list)
     """Rows to evaluate on."""
     split_dataset_ratio: Fraction = 0.0
     """Share of `dataset` set aside for evaluation where `val_dataset` is empty."""
@@ -183,7 +210,7 @@ class Config:
     """LoRA r."""
     lora_alpha: NonNegativeFloat = 32
     """LoRA alpha; the update is scaled by alpha / r (alpha / sqrt(r) with `use_rslora`)."""
-    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    lora_dropout: Annotated[Real, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout on LoRA's input."""
     use_rslora: bool = False
     """Rank-stabilised scaling, alpha / sqrt(r)."""
@@ -191,13 +218,13 @@ class Config:
     """Linears that get LoRA: last name parts, or `all-linear` (all but the head)."""
     max_length: Positive = 2048
     """Tokens a row may have."""
-    system: str | None = None
+    system: Annotated[str | None, FREE_TEXT] = None
     """System prompt for rows that have none."""
-    template: str | None = None
+    template: PathText | None = None
     """Jinja chat template file that replaces the tokenizer's own."""
-    num_train_epochs: Annotated[float, Field(gt=0.0)] = 1.0
+    num_train_epochs: Annotated[Real, Field(gt=0.0)] = 1.0
     """Passes over the data."""
-    max_steps: Annotated[int, Field(ge=-1)] = -1
+    max_steps: Annotated[Whole, Field(ge=-1)] = -1
     """Optimizer steps; -1 goes by epochs."""
     per_device_train_batch_size: Positive = 1
     """Rows a micro-batch holds."""
@@ -205,7 +232,7 @@ class Config:
     """Rows an evaluation batch holds."""
     gradient_accumulation_steps: Positive = 1
     """Micro-batches an optimizer step adds up."""
-    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-4
+    learning_rate: Annotated[Real, Field(gt=0.0)] = 1e-4
     """Peak learning rate."""
     warmup_ratio: Fraction = 0.03
     """Share of all steps spent warming up."""
@@ -221,15 +248,15 @@ class Config:
     """Run model code that comes with the checkpoint."""
     seed: NonNegative = 42
     """Seed of initialisation, data order and dropout."""
-    output_dir: str = "output"
+    output_dir: PathText = "output"
     """Parent of run directories `<model>-<task>-<timestamp>`."""
     run_name: str | None = None
     """Name of the run directory, in place of the generated one."""
-    export_dir: str | None = None
+    export_dir: PathText | None = None
     """Where an export is written; set, training ends with an export. Left out: `<run>/export`."""
     export_quantization_bit: Literal[8, 16] | None = None
     """8 exports FP8, 16 merged BF16, as ms-swift writes it; set, training ends with an export."""
-    resume_from_checkpoint: str | None = None
+    resume_from_checkpoint: PathText | None = None
     """A `checkpoint-N` or run directory to go on from."""
     report_to: Names = Field(default_factory=list)
     """`tensorboard`, `wandb`, `swanlab`."""

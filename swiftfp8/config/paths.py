@@ -1,0 +1,36 @@
+"""Where packaged files lie: inside the installed package, or in the checkout it runs from.
+
+The wheel carries `configs/` and `recipes/` inside the package (`_configs`, `_recipes`); an
+editable install or a plain checkout has them beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def configs_dir() -> Path:
+    """The packaged option groups, model families and datasets."""
+    return _packaged("_configs", "configs")
+
+
+def recipes_dir() -> Path:
+    """The packaged recipes."""
+    return _packaged("_recipes", "recipes")
+
+
+def assets_dir() -> Path:
+    """Files that code reads as they are: the embedded model, tokenizer and rows."""
+    return _PACKAGE / "assets"
+
+
+def yaml_names(folder: Path) -> list[str]:
+    """Names of the YAML files of `folder`, sorted, without their suffix."""
+    return sorted(path.stem for path in folder.glob("*.yaml")) if folder.is_dir() else []
+
+
+def _packaged(inside: str, beside: str) -> Path:
+    installed = _PACKAGE / inside
+    return installed if installed.is_dir() else _PACKAGE.parent / beside
