@@ -1,0 +1,322 @@
+"""transformers' training loop with our precision, guard, log and checkpoints.
+
+transformers.Trainer keeps the loop, optimizer, schedule, accumulation, data position and random
+states. Ours is what surrounds a forward pass, what is counted, and everything that is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import Sampler, SequentialSampler
+
+from swiftfp8 import inject
+from swiftfp8.config.schema import Config
+from swiftfp8.errors import RunFailed
+from swiftfp8.plan import Plan
+from swiftfp8.train import checkpoint as store
+from swiftfp8.train.guard import find_fault
+from swiftfp8.train.metrics import Meter, Progress, RunLog
+from swiftfp8.train.progress import Display
+from swiftfp8.train.run_dir import resume_command
+from swiftfp8.train.signals import StopRequest, ignore_interrupts
+from swiftfp8.train.weights import load_weights, save_weights
+
+_AUTOCAST = {"bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What the trainer works with besides transformers' own arguments."""
+
+    plan: Plan
+    config: Config
+    run_dir: Path
+    tokenizer: Any
+    fingerprint: dict[str, Any]
+    meter: Meter
+    log: RunLog
+    display: Display
+    stop: StopRequest
+
+
+class FP8Trainer(transformers.Trainer):
+    """transformers.Trainer under a precision plan."""
+
+    def __init__(self, session: Session, **kwargs: Any) -> None:
+        self.session = session
+        self._micro_batches: list[Any] = []
+        self._step_loss: torch.Tensor | None = None
+        self._step_tokens: torch.Tensor | int = 0
+        self.last_eval: tuple[int, float] | None = None  # step, loss
+        super().__init__(**kwargs)
+        self.remove_callback(transformers.PrinterCallback)
+        self.remove_callback(transformers.trainer_callback.DefaultFlowCallback)
+
+    # The forward pass
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        """Autocast and the precision backend's context, for training and evaluation alike.
+
+        BF16's autocast is ours: accelerate's also converts the logits to FP32 on the way out,
+        which for a large vocabulary costs gigabytes that nothing reads.
+        """
+        stack = super().compute_loss_context_manager()
+        plan = self.session.plan
+        if plan.compute_dtype in _AUTOCAST:
+            stack.enter_context(torch.autocast(plan.device, dtype=_AUTOCAST[plan.compute_dtype]))
+        stack.enter_context(inject.forward_context(plan))
+        return stack
+
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Forward and backward of a micro-batch; the step's loss is added up on the device."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step_loss = loss.float() if self._step_loss is None else self._step_loss + loss
+        return loss
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The micro-batches of a step, and by how many trained tokens their loss is divided.
+
+        The first label of a row is never predicted, so it does not count; a step whose rows were
+        all cut before their answer divides by one, not by zero.
+        """
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._micro_batches = batches
+        self._step_loss = None
+        self._step_tokens = sum(_count_tokens(batch) for batch in batches)
+        if not batches:
+            return batches, None
+        count = sum((_count_targets(batch) for batch in batches), torch.zeros((), dtype=torch.long))
+        count = count.to(device)
+        if self.args.world_size > 1:
+            count = self.accelerator.gather(count).sum()
+        return batches, count.clamp(min=1)
+
+    # Between the backward pass and the optimizer step
+
+    def _clip_grad_norm(self, model: Any) -> float:
+        """Check loss and gradient norm, then clip; returns the norm before clipping."""
+        self.accelerator.unscale_gradients()
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        assert self._step_loss is not None
+        tokens = torch.as_tensor(self._step_tokens, device=norm.device)
+        # One read from the device for all that the host wants to know of this step.
+        read = torch.stack([self._step_loss.double(), norm.double(), tokens.double()]).tolist()
+        loss, norm_value = read[0], read[1]
+        self._check_finite(loss, norm_value)
+        if math.isfinite(self.args.max_grad_norm):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
+        self.session.meter.step_done(loss, int(read[2]))
+        self.session.display.step(self.state.global_step + 1)
+        return norm_value
+
+    def _check_finite(self, loss: float, norm: float) -> None:
+        session = self.session
+        bad_norm = not math.isfinite(norm) and not self.args.fp16  # the scaler's business
+        if (math.isfinite(loss) and not bad_norm) or session.config.guard.on_nonfinite != "stop":
+            return
+        what = "gradient norm" if math.isfinite(loss) else "loss"
+        fault = find_fault(self.model, self._micro_batches, self._forward)
+        good = store.newest_checkpoint(session.run_dir)
+        kept = f"the last good checkpoint is {good.name}" if good else "no checkpoint was saved yet"
+        back = f"; go back with: {resume_command(session.run_dir, good)}" if good else ""
+        step = self.state.global_step + 1
+        raise RunFailed(
+            f"the {what} is not finite at step {step}: {fault.detail}; {kept}",
+            where=fault.layer or "no layer could be named",
+            fix="lower learning_rate, raise warmup_ratio, or keep the layer out of FP8 with "
+            f"precision.exclude=[{fault.layer or 'NAME'}]{back}",
+        )
+
+    def _forward(self, inputs: Any) -> Any:
+        with self.compute_loss_context_manager():
+            return self.model(**self._prepare_inputs(inputs))
+
+    # Data order
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if not self.session.config.data.shuffle:
+            return SequentialSampler(dataset)
+        return EpochSampler(len(dataset), self.session.config.seed)
+
+    def get_train_dataloader(self) -> Any:
+        """The training rows; loader processes leave Ctrl-C to the trainer."""
+        loader = super().get_train_dataloader()
+        loader.worker_init_fn = _WorkerStart(loader.worker_init_fn)
+        return loader
+
+    # Evaluation and logging
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Mean loss over all trained tokens of the evaluation rows; leaves training undisturbed.
+
+        A stop request ends it early, without a result.
+        """
+        session = self.session
+        model = self.model_wrapped
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        devices = [torch.cuda.current_device()] if self.args.device.type == "cuda" else []
+        model.eval()
+        with session.meter.paused(), torch.random.fork_rng(devices), torch.no_grad():
+            for inputs in self.get_eval_dataloader(eval_dataset):
+                if session.stop.requested:
+                    self.control.should_save = self.control.should_training_stop = True
+                    return {}
+                batch = self._prepare_inputs(inputs)
+                count = _count_targets(batch)
+                with self.compute_loss_context_manager():
+                    loss = self.compute_loss(model, batch, num_items_in_batch=count.clamp(min=1))
+                total += torch.stack([loss.double() * count, count.double()])
+            loss_sum, tokens = self.accelerator.reduce(total, "sum").tolist()
+        # compute_loss multiplies by the number of processes, for gradients that are averaged.
+        value = loss_sum / self.accelerator.num_processes / max(tokens, 1.0)
+        self.last_eval = (self.state.global_step, value)
+        metrics = {f"{metric_key_prefix}_loss": value}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Write a line to `logging.jsonl`, show it, and pass it on to `report_to`."""
+        session = self.session
+        line: dict[str, Any] = dict(logs)
+        if "loss" in logs:
+            measured = session.meter.close_window()
+            line = {
+                "loss": measured.pop("loss"),
+                "learning_rate": logs["learning_rate"],
+                "grad_norm": logs.get("grad_norm"),
+                **measured,
+            }
+        if "loss" in logs or "eval_loss" in logs:
+            line = {
+                "step": self.state.global_step,
+                "epoch": round(self.state.epoch or 0.0, 6),
+                **line,
+                "time": round(session.meter.elapsed(), 3),
+            }
+            session.log.append(line)
+            session.display.logged(line)
+        passed = {k: v for k, v in line.items() if v is not None and k not in ("step", "epoch")}
+        super().log(passed)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted here: the meter knows the plan's own FLOPs."""
+        return 0
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Write `checkpoint-<step>` whole, move `best` and `last`, and delete what is too old."""
+        session, step = self.session, self.state.global_step
+        progress = session.meter.progress
+        with session.meter.paused():
+            session.meter.elapsed()
+            improved = self._improves(progress)
+            if improved:
+                assert self.last_eval is not None
+                progress.best_step, progress.best_loss = self.last_eval
+            manifest = {
+                "fingerprint": session.fingerprint,
+                "progress": progress.to_dict(),
+                "data": data_shape(len(self.train_dataset), session.config),
+            }
+            path = store.write_checkpoint(session.run_dir, step, self._fill, manifest)
+            if improved:
+                store.link(session.run_dir, "best", path)
+            store.rotate(session.run_dir, session.config.train.save_total_limit)
+
+    def _improves(self, progress: Progress) -> bool:
+        if self.last_eval is None or self.last_eval[0] != self.state.global_step:
+            return False
+        value = self.last_eval[1]
+        return math.isfinite(value) and (progress.best_loss is None or value < progress.best_loss)
+
+    def _fill(self, folder: Path) -> None:
+        save_weights(self.model, self.session.tokenizer, folder, inject.plain_state_dict)
+        scaling = inject.scaling_state(self.model)
+        if scaling:
+            torch.save(scaling, folder / "scaling.pt")
+        self._save_optimizer_and_scheduler(str(folder))
+        self._save_scaler(str(folder))
+        self._save_rng_state(str(folder))
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        load_weights(self.model, folder, inject.load_plain_state_dict)
+        if (folder / "scaling.pt").exists():
+            device = self.args.device
+            tensors = torch.load(folder / "scaling.pt", map_location=device, weights_only=True)
+            inject.load_scaling_state(self.model, tensors)
+
+
+class EpochSampler(Sampler[int]):
+    """A permutation that depends on seed and epoch only, not on what else drew random numbers."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self._rows = rows
+        self._seed = seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; accelerate's data loader calls this."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        yield from torch.randperm(self._rows, generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return self._rows
+
+
+def data_shape(rows: int, config: Config) -> dict[str, Any]:
+    """What must be equal for a resumed run to see the same rows in the same order."""
+    return {
+        "rows": rows,
+        "batch_size": config.per_device_train_batch_size,
+        "accumulation": config.gradient_accumulation_steps,
+        "seed": config.seed,
+        "shuffle": config.data.shuffle,
+    }
+
+
+@dataclass(frozen=True)
+class _WorkerStart:
+    """A data loader process's first act. (A class, so that it can be pickled.)"""
+
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        ignore_interrupts()
+        if self.then is not None:
+            self.then(worker)
+
+
+def _count_tokens(batch: Any) -> torch.Tensor | int:
+    """Tokens that are not padding."""
+    mask = batch.get("attention_mask")
+    return batch["input_ids"].numel() if mask is None else (mask != 0).sum()
+
+
+def _count_targets(batch: Any) -> torch.Tensor:
+    """Tokens that are predicted: labels that are not masked, but for each row's first."""
+    return (batch["labels"][..., 1:] != -100).sum()

@@ -1,0 +1,269 @@
+"""The run directory: one folder that holds all a run was told, did and produced.
+
+A run takes an exclusive lock on `<run>/.lock` (held by the process, so a killed one frees it) and
+never mixes with another: a folder that is in use, finished, or not ours is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.train.checkpoint import clean_leftovers, find_resume, newest_checkpoint
+
+RESULT_FILE = "result.json"
+_LOCK_FILE = ".lock"
+_SECRET = re.compile(r"token|secret|password|passwd|api_?key|credential", re.IGNORECASE)
+_PACKAGES = (
+    "swiftfp8",
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "transformer-engine",
+    "datasets",
+    "numpy",
+)
+_held: dict[Path, int] = {}
+
+
+def start_run(
+    composed: Any,
+    source_name: str,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    precision_report: Mapping[str, Any] | None = None,
+    now: datetime | None = None,
+) -> Path:
+    """Create, or on a resume re-open, the run directory; lock it and write what the run was told.
+
+    Args:
+        composed: a `Config`, or what `compose_config` returns (then its overrides are kept too).
+        source_name: the model's short name, for the directory's name.
+        plan: the plan as JSON-ready values, written to `plan.json`.
+        precision_report: written to `precision_report.json`; the trainer adds what it measures.
+        now: the time in the directory's name.
+
+    Raises:
+        SwiftFP8Error: the directory is in use, finished, or holds something else.
+    """
+    config = getattr(composed, "config", composed)
+    run_dir = _choose_directory(config, source_name, now or datetime.now())
+    clean_leftovers(run_dir)
+    overrides: Sequence[str] = getattr(composed, "overrides", ())
+    # The only import of the configuration's code below it: YAML is its business, not ours.
+    from swiftfp8.config.compose import to_yaml
+
+    write_text(run_dir / "resolved.yaml", to_yaml(config))
+    write_text(run_dir / "overrides.txt", "".join(f"{line}\n" for line in overrides))
+    write_json(run_dir / "environment.json", describe_environment(config.seed))
+    if plan is not None:
+        write_json(run_dir / "plan.json", plan)
+    if precision_report is not None:
+        write_json(run_dir / "precision_report.json", precision_report)
+    return run_dir
+
+
+def release_run(run_dir: Path) -> None:
+    """Give up this process's lock on `run_dir`; no error where it holds none."""
+    descriptor = _held.pop(run_dir.resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def discard_run(run_dir: Path) -> bool:
+    """Remove a run directory in which nothing was trained; return whether it was removed.
+
+    For a mistake found after `start_run` and before the first step, so that nothing half-written
+    is left behind. A directory with a checkpoint or a logged step is kept.
+    """
+    logged = run_dir / "logging.jsonl"
+    if newest_checkpoint(run_dir) is not None or (logged.exists() and logged.stat().st_size):
+        return False
+    release_run(run_dir)
+    _empty_run(run_dir, keep_lock=False)
+    if any(run_dir.iterdir()):
+        return False
+    run_dir.rmdir()
+    return True
+
+
+def resume_command(run_dir: Path, checkpoint: Path | None = None) -> str:
+    """The shell command that goes on with the run, from `checkpoint` or from its newest one."""
+    config = shlex.quote(f"config={run_dir / 'resolved.yaml'}")
+    start = shlex.quote(f"resume_from_checkpoint={checkpoint or run_dir}")
+    return f"swiftfp8 train {config} {start}"
+
+
+def describe_environment(seed: int) -> dict[str, Any]:
+    """Versions, devices, command line and seed; no environment variables and no secrets."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    versions = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        versions[package] = _version(package)
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": _without_secrets(sys.argv),
+        "seed": seed,
+        "versions": versions,
+        "cuda": torch.version.cuda,
+        "driver": _driver_version(),
+        "gpus": gpus,
+        "cpus": os.cpu_count(),
+        "platform": sys.platform,
+    }
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `path` whole or not at all."""
+    part = path.with_name(f".tmp-{path.name}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise SwiftFP8Error(
+            f"could not write {path.name}: {error.strerror or error}",
+            where=str(path.parent),
+            fix="make room on the disk, or set output_dir to a folder that can be written",
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def _choose_directory(config: Any, source_name: str, now: datetime) -> Path:
+    parent = Path(config.output_dir)
+    if config.resume_from_checkpoint:
+        run_dir = find_resume(Path(config.resume_from_checkpoint)).parent
+        if (run_dir / "resolved.yaml").is_file():  # else: a checkpoint copied out of its run
+            _lock(run_dir)
+            return run_dir
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if config.run_name:
+            return _named_directory(parent / config.run_name)
+        return _stamped_directory(parent, f"{_slug(source_name)}-{config.task}-{now:%Y%m%d-%H%M%S}")
+    except OSError as error:
+        raise SwiftFP8Error(
+            f"cannot create a run directory: {error.strerror or error}",
+            where=str(parent.absolute()),
+            fix="set output_dir to a folder that can be written",
+        ) from error
+
+
+def _stamped_directory(parent: Path, name: str) -> Path:
+    """Make `name`, or `name-2`, `name-3`, ... where another run began in the same second."""
+    number = 1
+    while True:
+        run_dir = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            run_dir.mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        _lock(run_dir)
+        return run_dir
+
+
+def _named_directory(run_dir: Path) -> Path:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise SwiftFP8Error(
+            "run_name is the name of a file", where=str(run_dir), fix="choose another run_name"
+        ) from error
+    entries = {entry.name for entry in run_dir.iterdir()} - {_LOCK_FILE}
+    if entries and "resolved.yaml" not in entries:
+        raise SwiftFP8Error(
+            "the run directory holds files of something else",
+            where=str(run_dir),
+            fix="choose another run_name or output_dir",
+        )
+    _lock(run_dir)
+    if (run_dir / RESULT_FILE).exists() or newest_checkpoint(run_dir) is not None:
+        state = "finished" if (run_dir / RESULT_FILE).exists() else "unfinished"
+        release_run(run_dir)
+        raise SwiftFP8Error(
+            f"the run directory holds {'a' if state == 'finished' else 'an'} {state} run",
+            where=str(run_dir),
+            fix=f"choose another run_name, or go on with it: {resume_command(run_dir)}",
+        )
+    _empty_run(run_dir, keep_lock=True)  # a run that died before its first checkpoint
+    return run_dir
+
+
+def _empty_run(run_dir: Path, *, keep_lock: bool) -> None:
+    """Remove the files that a run writes before its first checkpoint, and no others."""
+    clean_leftovers(run_dir)
+    names = ["resolved.yaml", "overrides.txt", "environment.json", "plan.json"]
+    names += ["precision_report.json", "logging.jsonl"] + ([] if keep_lock else [_LOCK_FILE])
+    for name in names:
+        (run_dir / name).unlink(missing_ok=True)
+
+
+def _lock(run_dir: Path) -> None:
+    key = run_dir.resolve()
+    if key in _held:  # this process began it: a second start is a second run in one directory
+        raise _in_use(run_dir, str(os.getpid()))
+    descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise _in_use(run_dir, holder) from error
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    _held[key] = descriptor
+
+
+def _in_use(run_dir: Path, holder: str) -> SwiftFP8Error:
+    return SwiftFP8Error(
+        f"the run directory is in use by process {holder or 'unknown'}",
+        where=str(run_dir),
+        fix="wait for it to end, or choose another run_name",
+    )
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^\w.\-]+", "-", name).strip("-.") or "model"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver_version() -> str | None:
+    """The NVIDIA kernel driver's version, as the kernel module reports it."""
+    path = Path("/proc/driver/nvidia/version")
+    if not path.is_file():
+        return None
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(errors="replace"))
+    return found.group(1) if found else None
+
+
+def _without_secrets(arguments: Sequence[str]) -> str:
+    """The command line with the values of keys that look secret blanked."""
+    shown = []
+    for argument in arguments:
+        key, equals, _ = argument.partition("=")
+        shown.append(f"{key}=***" if equals and _SECRET.search(key) else argument)
+    return shlex.join(shown)

@@ -1,0 +1,278 @@
+"""The training stage: model, data and plan in, a run directory with checkpoints and a log out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+from swiftfp8 import inject
+from swiftfp8.config.schema import Config
+from swiftfp8.errors import RunFailed, SwiftFP8Error
+from swiftfp8.plan import Plan
+from swiftfp8.report.images import draw_images
+from swiftfp8.train import checkpoint as store
+from swiftfp8.train.arguments import count_steps, training_arguments
+from swiftfp8.train.callbacks import Cadence, PrecisionWatch
+from swiftfp8.train.coverage import record_coverage
+from swiftfp8.train.flops import flops_per_token, peak_flops
+from swiftfp8.train.loop import FP8Trainer, Session, data_shape
+from swiftfp8.train.metrics import (
+    Meter,
+    Progress,
+    RunLog,
+    peak_memory_gib,
+    read_log,
+    require_reporters,
+)
+from swiftfp8.train.progress import Display, open_display
+from swiftfp8.train.run_dir import RESULT_FILE, resume_command, write_json
+from swiftfp8.train.signals import StopRequest
+from swiftfp8.train.weights import check_fingerprint, fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What came of a run. Losses are those of `logging.jsonl`: its first, its last.
+
+    `steps` are optimizer steps in all, those before a resume included. `tokens_per_second` leaves
+    warm-up, evaluation and saving out. `interrupted`: a signal ended the run early, after saving.
+    """
+
+    run_dir: Path
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    eval_loss: float | None
+    best_checkpoint: Path | None
+    last_checkpoint: Path | None
+    tokens_per_second: float | None
+    peak_memory_gib: float
+    interrupted: bool
+
+
+def run_training(
+    model: Any,
+    tokenizer: Any,
+    datasets: Any,
+    plan: Plan,
+    config: Config,
+    run_dir: Path,
+    resume_from: Path | None = None,
+    *,
+    console: Console | None = None,
+) -> TrainResult:
+    """Train an injected model and return what came of it.
+
+    Args:
+        model: what `inject_precision` returned, on its device.
+        tokenizer: saved beside each checkpoint; None saves none.
+        datasets: `train`, `eval` (or None) and `collator`.
+        plan: obeyed to the letter.
+        config: the training options.
+        run_dir: what `start_run` returned.
+        resume_from: a checkpoint or run directory to go on from.
+        console: where progress is shown; standard output where left out.
+
+    Raises:
+        SwiftFP8Error: nothing was begun: a missing reporter, an empty data set, a checkpoint of
+            another job.
+        RunFailed: training broke off; the run directory is kept.
+    """
+    require_reporters(config.report_to)
+    if len(datasets.train) == 0:
+        raise SwiftFP8Error(
+            "the training data set is empty", where="dataset", fix="give it at least one row"
+        )
+    mark = fingerprint(plan, model)
+    start = _StartPoint.find(resume_from, run_dir, mark)
+    total = count_steps(len(datasets.train), config, int(os.environ.get("WORLD_SIZE", "1")))
+    arguments = training_arguments(config, plan, run_dir, total)
+    start.rewind(run_dir)
+    meter = Meter(
+        flops_per_token=flops_per_token(plan),
+        peak_flops=peak_flops(torch.cuda.get_device_name()) if plan.device == "cuda" else None,
+        device=plan.device,
+    )
+    display = open_display(console or Console(), total, start.step)
+    log = RunLog(run_dir, after_step=start.step if start.same_run else 0)
+    start.announce(display, data_shape(len(datasets.train), config), total)
+    with StopRequest() as stop, _finishing(display, log, run_dir, images=config.train.images):
+        session = Session(
+            plan=plan,
+            config=config,
+            run_dir=run_dir,
+            tokenizer=tokenizer,
+            fingerprint=mark,
+            meter=meter,
+            log=log,
+            display=display,
+            stop=stop,
+        )
+        if start.step < total:
+            _train(model, datasets, session, arguments, start)
+        result = _result(session, meter)
+        if stop.requested:
+            display.note(f"interrupted at step {result.steps}, a checkpoint is saved; go on with:")
+            display.note(f"  {resume_command(run_dir)}")
+        else:
+            write_json(run_dir / RESULT_FILE, asdict(result))
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StartPoint:
+    """Where a run begins: at nothing, or at a checkpoint."""
+
+    checkpoint: Path | None
+    step: int
+    same_run: bool
+    progress: Progress
+    data: dict[str, Any]
+
+    @classmethod
+    def find(cls, resume_from: Path | None, run_dir: Path, mark: dict[str, Any]) -> _StartPoint:
+        if resume_from is None:
+            return cls(checkpoint=None, step=0, same_run=True, progress=Progress(), data={})
+        checkpoint = store.find_resume(resume_from)
+        check_fingerprint(checkpoint, mark)
+        manifest = store.read_manifest(checkpoint)
+        return cls(
+            checkpoint=checkpoint,
+            step=manifest["step"],
+            same_run=checkpoint.resolve().parent == run_dir.resolve(),
+            progress=Progress.from_dict(manifest["progress"]),
+            data=manifest["data"],
+        )
+
+    def rewind(self, run_dir: Path) -> None:
+        """Take the run directory back to the state that it had at this step."""
+        (run_dir / RESULT_FILE).unlink(missing_ok=True)
+        if self.checkpoint is None or not self.same_run:
+            return
+        store.set_aside_after(run_dir, self.step)
+        store.link(run_dir, "last", self.checkpoint)
+        best = run_dir / f"checkpoint-{self.progress.best_step}"
+        store.link(run_dir, "best", best if best.is_dir() else None)
+
+    def announce(self, display: Display, data: dict[str, Any], total: int) -> None:
+        """Say where the run goes on, and what keeps it from being an exact continuation."""
+        if self.checkpoint is None:
+            return
+        display.note(f"resuming at step {self.step} from {self.checkpoint}")
+        changed = [f"{k} {self.data.get(k)} -> {data[k]}" for k in data if data[k] != self.data[k]]
+        if changed:
+            display.note(
+                "WARNING: the data is not read as before (" + ", ".join(changed) + "): rows may "
+                "be seen twice or not at all"
+            )
+        if self.step >= total:
+            display.note(f"nothing is left to train: the run ends at step {total}")
+
+
+def _train(
+    model: Any,
+    datasets: Any,
+    session: Session,
+    arguments: transformers.TrainingArguments,
+    start: _StartPoint,
+) -> None:
+    config, plan = session.config, session.plan
+    verbosity = transformers.logging.get_verbosity()
+    trainer = FP8Trainer(
+        session,
+        model=model,
+        args=arguments,
+        data_collator=datasets.collator,
+        train_dataset=datasets.train,
+        eval_dataset=datasets.eval,
+        callbacks=[
+            Cadence(
+                config.train,
+                evaluates=datasets.eval is not None and len(datasets.eval) > 0,
+                begin=partial(session.meter.begin, start.progress),
+                stop_requested=lambda: session.stop.requested,
+            ),
+            PrecisionWatch(
+                plan.start_step,
+                partial(_switch_fp8, model),
+                lambda step: record_coverage(model, plan, session.run_dir, step, session.display),
+            ),
+        ],
+    )
+    try:
+        trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
+    except SwiftFP8Error:
+        raise
+    except Exception as error:
+        raise _failed(error, trainer.state.global_step, session.run_dir) from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def _switch_fp8(model: Any, on: bool) -> None:
+    inject.set_fp8_enabled(model, on)
+    inject.reset_coverage(model)
+
+
+def _failed(error: Exception, step: int, run_dir: Path) -> RunFailed:
+    """A fault that nobody foresaw, with the way back; the traceback stays attached."""
+    newest = store.newest_checkpoint(run_dir)
+    back = f"resume with: {resume_command(run_dir)}" if newest else "no checkpoint was saved yet"
+    if isinstance(error, torch.OutOfMemoryError):
+        return RunFailed(
+            f"the GPU ran out of memory at step {step + 1}",
+            where=str(run_dir),
+            fix="lower per_device_train_batch_size (raise gradient_accumulation_steps to keep the "
+            f"step's size) or max_length, or set gradient_checkpointing=true; {back}",
+        )
+    text = (str(error).strip() or "no message").splitlines()[0]
+    return RunFailed(
+        f"training broke off at step {step + 1}: {type(error).__name__}: {text}",
+        where=str(run_dir),
+        fix=f"set SWIFTFP8_DEBUG=1 for the traceback; {back}",
+    )
+
+
+@contextmanager
+def _finishing(display: Display, log: RunLog, run_dir: Path, *, images: bool) -> Iterator[None]:
+    """Close what is open and draw the pictures, however the run ends."""
+    try:
+        yield
+    finally:
+        display.close()
+        log.close()
+        if images:
+            try:
+                draw_images(run_dir)
+            except OSError as error:
+                display.note(f"WARNING: could not write images/: {error.strerror or error}")
+
+
+def _result(session: Session, meter: Meter) -> TrainResult:
+    lines = read_log(session.run_dir)
+    losses = [line["loss"] for line in lines if "loss" in line]
+    evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    last = store.newest_checkpoint(session.run_dir)
+    best = session.run_dir / "best"
+    return TrainResult(
+        run_dir=session.run_dir,
+        steps=json.loads((last / "swiftfp8.json").read_text())["step"] if last else 0,
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        eval_loss=evaluations[-1] if evaluations else None,
+        best_checkpoint=session.run_dir / best.readlink() if best.is_symlink() else None,
+        last_checkpoint=last,
+        tokens_per_second=meter.steady_rate(),
+        peak_memory_gib=peak_memory_gib(cuda=session.plan.device == "cuda"),
+        interrupted=session.stop.requested,
+    )

@@ -1,0 +1,121 @@
+"""A checkpoint's model files: a plain PEFT adapter or a plain Hugging Face model, and its identity.
+
+Nothing of a precision backend's own state is written, so a checkpoint loads wherever the plain
+model does, and a run may resume on another kind of hardware. The fingerprint keeps a checkpoint
+from being resumed by a job that it does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.plan import Plan
+from swiftfp8.train.checkpoint import read_manifest
+
+StateDict = dict[str, torch.Tensor]
+
+
+def save_weights(
+    model: Any, tokenizer: Any, folder: Path, plain_state_dict: Callable[[Any], StateDict]
+) -> None:
+    """Write the adapter (LoRA) or the model (full) and the tokenizer's files into `folder`."""
+    if is_peft(model):
+        # The base's embeddings are never trained here; asking PEFT to find out may go to the hub.
+        model.save_pretrained(str(folder), save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+    else:
+        model.save_pretrained(str(folder), state_dict=plain_state_dict(model))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+
+
+def load_weights(
+    model: Any, checkpoint: Path, load_plain_state_dict: Callable[[Any, StateDict], Any]
+) -> None:
+    """Load what `save_weights` wrote into the injected model, in place."""
+    if is_peft(model):
+        _load_adapter(model, checkpoint)
+        return
+    tensors: StateDict = {}
+    for shard in sorted(checkpoint.glob("*.safetensors")):
+        tensors.update(load_file(shard))
+    load_plain_state_dict(model, tensors)
+
+
+def is_peft(model: Any) -> bool:
+    """Whether `model` is wrapped by PEFT."""
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def fingerprint(plan: Plan, model: Any) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be resumed: the model's shape and what is trained."""
+    config = model.config.get_text_config() if hasattr(model, "config") else None
+    lora = plan.lora
+    return {
+        "model": plan.model_name,
+        "hidden_size": getattr(config, "hidden_size", None),
+        "layers": getattr(config, "num_hidden_layers", None),
+        "vocab_size": getattr(config, "vocab_size", None),
+        "tuner": plan.tuner,
+        "dtype": plan.asked_dtype,
+        "lora_rank": lora.rank if lora else None,
+        "lora_alpha": lora.alpha if lora else None,
+        "use_rslora": lora.use_rslora if lora else None,
+        "target_modules": sorted(lora.targets) if lora else None,
+    }
+
+
+def check_fingerprint(checkpoint: Path, now: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another model, tuner or adapter shape.
+
+    Raises:
+        SwiftFP8Error: naming every value that differs, then and now.
+    """
+    then = read_manifest(checkpoint).get("fingerprint", {})
+    different = []
+    for key, value in now.items():
+        old = then.get(key)
+        if old != value:
+            different.append(f"{key} is {_shown(value, old)}, was {_shown(old, value)}")
+    if different:
+        raise SwiftFP8Error(
+            "the checkpoint belongs to another job; " + "; ".join(different),
+            where=f"resume_from_checkpoint={checkpoint}",
+            fix="resume with the options that the run began with (resolved.yaml beside the "
+            "checkpoint), or start a new run without resume_from_checkpoint",
+        )
+
+
+def _load_adapter(model: Any, checkpoint: Path) -> None:
+    from peft import set_peft_model_state_dict
+
+    tensors = load_file(checkpoint / "adapter_model.safetensors")
+    result = set_peft_model_state_dict(model, tensors)
+    missing = [key for key in result.missing_keys if "lora_" in key]
+    if missing or result.unexpected_keys:
+        raise SwiftFP8Error(
+            f"the adapter does not fit the model: {len(missing)} tensors missing, "
+            f"{len(result.unexpected_keys)} too many, such as "
+            f"{(missing + list(result.unexpected_keys))[0]}",
+            where=str(checkpoint / "adapter_model.safetensors"),
+            fix="resume with the options that the run began with",
+        )
+
+
+def _shown(value: Any, other: Any) -> str:
+    """A value for people; of two long lists only what is in this one alone."""
+    if not isinstance(value, list):
+        return str(value)
+    extra = [name for name in value if name not in set(other or ())]
+    if not extra:
+        return f"{len(value)} modules"
+    more = f" and {len(extra) - 2} more" if len(extra) > 2 else ""
+    return f"{len(value)} modules, with {', '.join(extra[:2])}{more}"
