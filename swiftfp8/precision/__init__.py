@@ -1,1 +1,1 @@
-"""Precision backends: one file each, found by name. See `backend.py` for what a file must offer."""
+"""Precision backends: one file each, found by name; `_backend.py` says what a file must offer."""
