@@ -6,10 +6,38 @@ obey the plan and decide nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swiftfp8.errors import SwiftFP8Error, raise_all
+from swiftfp8.hardware import Hardware
+from swiftfp8.ladder import Fallback, Granted, climb
+from swiftfp8.memory import MemoryEstimate, estimate_memory
+from swiftfp8.models.meta import LinearMeta, ModelMeta
+from swiftfp8.selection import lora_targets, matches, unmatched_excludes
+
+if TYPE_CHECKING:
+    from swiftfp8.config.schema import Config, PrecisionConfig
+
+__all__ = [
+    "FP8_RECIPES",
+    "HIGH_PRECISIONS",
+    "Fallback",
+    "LayerPlan",
+    "LoraPlan",
+    "MemoryEstimate",
+    "Plan",
+    "RecipeOptions",
+    "build_plan",
+]
 
 FP8_RECIPES = ("mxfp8", "fp8_block", "fp8_current", "fp8_delayed")
 HIGH_PRECISIONS = ("bf16", "fp16", "fp32")
+# In and out features of a weight must be multiples of this.
+SHAPE_MULTIPLE = {"mxfp8": 32, "fp8_block": 128, "fp8_current": 16, "fp8_delayed": 16}
+# So must the tokens of a matmul: they are the summed dimension of a weight's gradient.
+TOKEN_MULTIPLE = {"mxfp8": 32, "fp8_block": 128, "fp8_current": 16, "fp8_delayed": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +67,11 @@ class LayerPlan:
     trainable: bool  # the base weight itself is trained (tuner=full)
     count: int = 1  # matmuls of this shape that the name stands for
 
+    @property
+    def flops(self) -> int:
+        """Multiply-adds per token: its weight in coverage."""
+        return self.in_features * self.out_features * self.count
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraPlan:
@@ -52,51 +85,12 @@ class LoraPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
-    """Peak memory of a training step in GiB, by what holds it, and the batch that would fit."""
-
-    weights: float
-    transposes: float
-    adapters: float
-    optimizer: float
-    gradients: float
-    activations: float
-    logits: float
-    workspace: float
-    available: float
-    largest_micro_batch: int  # rows of max_length that fit; 0 where not even one does
-
-    @property
-    def total(self) -> float:
-        """Sum of the parts, GiB."""
-        return (
-            self.weights
-            + self.transposes
-            + self.adapters
-            + self.optimizer
-            + self.gradients
-            + self.activations
-            + self.logits
-            + self.workspace
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fallback:
-    """A wish that was not granted: asked for, given instead, and why."""
-
-    asked: str
-    given: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything that the load, inject and train stages need to know.
 
     `compute_dtype` is what runs outside FP8: "bf16", "fp16" or "fp32". `recipe` and `backend`
-    are None where nothing runs in FP8. `coverage` is the planned share of matmul FLOPs in FP8,
-    among the planned linears (the head counted).
+    are None where nothing runs in FP8. `coverage` is the planned share of matmul FLOPs in FP8
+    among all linears, the head and routers counted; `decoder_coverage` leaves the head out.
     """
 
     model_name: str
@@ -116,5 +110,257 @@ class Plan:
     min_coverage: float
     coverage: float
     memory: MemoryEstimate
+    decoder_coverage: float = 0.0
     fallbacks: tuple[Fallback, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
+    """Decide precision, adapters and batch shape for every linear of `meta` on `hardware`.
+
+    Raises:
+        SwiftFP8Error: for options that match nothing or contradict each other, for a fallback
+            under `precision.strict`, and for a coverage under `precision.min_coverage`; all
+            problems together.
+    """
+    granted = climb(config.dtype, config.precision, hardware)
+    problems = unmatched_excludes(config.precision.exclude, meta)
+    targets: set[str] = set()
+    if config.tuner == "lora":
+        targets, target_problems = lora_targets(config.target_modules, meta)
+        problems += target_problems
+    layers = tuple(
+        _plan_layer(linear, granted, config, meta, lora=linear.name in targets)
+        for linear in meta.linears
+    )
+    granted = _without_empty_fp8(granted, layers)
+    coverage = _coverage(layers)
+    problems += _strict_problems(config, granted)
+    problems += _coverage_problems(config, granted, layers, coverage)
+    recipe, option_notes = _options(config.precision, granted)
+    if recipe and recipe.recipe == "fp8_delayed" and recipe.backward_override:
+        problems.append(
+            SwiftFP8Error(
+                "fp8_delayed has no backward_override",
+                where="precision.backward_override",
+                fix="leave it out, or take precision.recipe=fp8_current",
+            )
+        )
+    raise_all(problems)
+    memory = estimate_memory(
+        meta,
+        hardware,
+        layers,
+        compute_dtype=granted.compute_dtype,
+        backend=granted.backend,
+        tuner=config.tuner,
+        lora_rank=config.lora_rank,
+        micro_batch=config.per_device_train_batch_size,
+        max_length=config.max_length,
+        gradient_checkpointing=config.gradient_checkpointing,
+        attn_implementation=config.attn_implementation,
+    )
+    heads = {linear.name for linear in meta.linears if linear.kind == "head"}
+    return Plan(
+        model_name=meta.name,
+        hardware_name=hardware.name,
+        device=hardware.device,
+        asked_dtype=config.dtype,
+        compute_dtype=granted.compute_dtype,
+        recipe=recipe,
+        backend=granted.backend,
+        layers=layers,
+        lora=_lora_plan(config, layers),
+        tuner=config.tuner,
+        gradient_checkpointing=config.gradient_checkpointing,
+        loss_scaler=granted.compute_dtype == "fp16",
+        start_step=config.precision.start_step,
+        fp8_token_multiple=TOKEN_MULTIPLE[recipe.recipe] if recipe else 1,
+        min_coverage=config.precision.min_coverage,
+        coverage=coverage,
+        decoder_coverage=_coverage([layer for layer in layers if layer.name not in heads]),
+        memory=memory,
+        fallbacks=granted.fallbacks,
+        notes=(*granted.notes, *option_notes, *_notes(config, granted, memory)),
+    )
+
+
+def _plan_layer(
+    linear: LinearMeta, granted: Granted, config: Config, meta: ModelMeta, *, lora: bool
+) -> LayerPlan:
+    if granted.recipe is None:
+        high_reason: str | None = granted.high_reason
+    else:
+        high_reason = _why_high(linear, granted.recipe, config.precision, meta)
+    if high_reason is None:
+        assert granted.recipe is not None
+        precision = granted.recipe
+        reason = f"its features are multiples of {SHAPE_MULTIPLE[precision]}"
+    else:
+        precision, reason = granted.compute_dtype, high_reason
+    return LayerPlan(
+        name=linear.name,
+        in_features=linear.in_features,
+        out_features=linear.out_features,
+        bias=linear.bias,
+        precision=precision,
+        reason=reason,
+        lora=lora,
+        trainable=config.tuner == "full",
+    )
+
+
+def _why_high(
+    linear: LinearMeta, recipe: str, precision: PrecisionConfig, meta: ModelMeta
+) -> str | None:
+    """The first reason to keep this linear out of FP8, or None."""
+    if linear.kind == "head":
+        return "output head: rounding it moves every token's probability"
+    if linear.kind == "router":
+        return "router: rounding it sends tokens to other experts"
+    for pattern, reason in meta.keep_high.items():
+        if matches(linear.name, pattern):
+            return reason
+    for pattern in precision.exclude:
+        if matches(linear.name, pattern):
+            return f"precision.exclude={pattern}"
+    if linear.layer is not None:
+        if linear.layer < precision.first_layers_bf16:
+            return f"precision.first_layers_bf16={precision.first_layers_bf16}"
+        if linear.layer >= meta.num_layers - precision.last_layers_bf16:
+            return f"precision.last_layers_bf16={precision.last_layers_bf16}"
+    multiple = SHAPE_MULTIPLE[recipe]
+    for side, size in (("in", linear.in_features), ("out", linear.out_features)):
+        if size % multiple:
+            return f"{side}_features {size} is no multiple of {multiple}, which {recipe} needs"
+    return None
+
+
+def _without_empty_fp8(granted: Granted, layers: tuple[LayerPlan, ...]) -> Granted:
+    """Turn FP8 that no linear takes into the fallback that it is."""
+    if granted.recipe is None or any(layer.precision in FP8_RECIPES for layer in layers):
+        return granted
+    commonest = Counter(layer.reason for layer in layers).most_common(1)
+    reason = "no linear takes FP8" + (f": {commonest[0][0]}" if commonest else "")
+    fallback = Fallback(asked="fp8", given=granted.compute_dtype, reason=reason)
+    return Granted(
+        recipe=None,
+        backend=None,
+        compute_dtype=granted.compute_dtype,
+        high_reason=reason,
+        fallbacks=(*granted.fallbacks, fallback),
+    )
+
+
+def _lora_plan(config: Config, layers: tuple[LayerPlan, ...]) -> LoraPlan | None:
+    if config.tuner != "lora":
+        return None
+    return LoraPlan(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+        targets=tuple(layer.name for layer in layers if layer.lora),
+    )
+
+
+def _strict_problems(config: Config, granted: Granted) -> list[SwiftFP8Error]:
+    if not config.precision.strict:
+        return []
+    return [
+        SwiftFP8Error(
+            f"{f.asked} can't be had, {f.given} would be given: {f.reason}",
+            where="precision.strict=true, which allows no fallback",
+            fix=f.fix,
+        )
+        for f in granted.fallbacks
+    ]
+
+
+def _coverage(layers: tuple[LayerPlan, ...] | list[LayerPlan]) -> float:
+    total = sum(layer.flops for layer in layers)
+    fp8 = sum(layer.flops for layer in layers if layer.precision in FP8_RECIPES)
+    return fp8 / total if total else 0.0
+
+
+def _coverage_problems(
+    config: Config, granted: Granted, layers: tuple[LayerPlan, ...], coverage: float
+) -> list[SwiftFP8Error]:
+    """An error where the plan already falls short of `precision.min_coverage`."""
+    wanted = config.precision.min_coverage
+    if config.dtype != "fp8" or coverage >= wanted:
+        return []
+    if granted.recipe is None:
+        if config.precision.strict:  # already an error, with the same reason
+            return []
+        cost = granted.fallbacks[-1].reason
+    else:
+        total = sum(layer.flops for layer in layers)
+        lost: Counter[tuple[str, str]] = Counter()
+        for layer in layers:
+            if layer.precision not in FP8_RECIPES:
+                lost[layer.name.rpartition(".")[2], layer.reason] += layer.flops
+        rows = [f"{n} {100 * f / total:.1f}% ({why})" for (n, why), f in lost.most_common(5)]
+        cost = "in high precision stay " + ", ".join(rows)
+    return [
+        SwiftFP8Error(
+            f"the plan runs {coverage:.1%} of matmul FLOPs in FP8, less than {wanted:.1%}: {cost}",
+            where="precision.min_coverage",
+            fix=f"set precision.min_coverage={int(coverage * 100) / 100}, or keep fewer layers out",
+        )
+    ]
+
+
+def _options(
+    precision: PrecisionConfig, granted: Granted
+) -> tuple[RecipeOptions | None, list[str]]:
+    """The recipe with its options, and notes on options that it does not take."""
+    notes = []
+    if precision.interval is not None:
+        notes.append("precision.interval has no effect: Transformer Engine no longer has it")
+    if granted.recipe is None:
+        return None, notes
+    fp8_format, split = precision.fp8_format, precision.split_accumulator
+    if granted.recipe in ("mxfp8", "fp8_block"):
+        if fp8_format == "hybrid":
+            fp8_format = "e4m3"
+            notes.append(f"{granted.recipe} uses e4m3 for gradients too: its scales are local")
+        split = split or granted.recipe == "fp8_block"  # its matmul has no other accumulator
+    default = RecipeOptions(recipe=granted.recipe)
+    unused = [
+        f"{name}={getattr(precision, name)}"
+        for name in ("margin", "amax_history_len", "amax_compute_algo")
+        if granted.recipe != "fp8_delayed" and getattr(precision, name) != getattr(default, name)
+    ]
+    if unused:
+        notes.append(f"{', '.join(unused)}: without effect, only fp8_delayed keeps a history")
+    options = RecipeOptions(
+        recipe=granted.recipe,
+        fp8_format=fp8_format,
+        margin=precision.margin,
+        amax_history_len=precision.amax_history_len,
+        amax_compute_algo=precision.amax_compute_algo,
+        split_accumulator=split,
+        backward_override=precision.backward_override,
+    )
+    return options, notes
+
+
+def _notes(config: Config, granted: Granted, memory: MemoryEstimate) -> list[str]:
+    notes = []
+    if granted.recipe is not None and config.precision.start_step:
+        notes.append(f"FP8 switches on at optimizer step {config.precision.start_step}")
+    if granted.compute_dtype == "fp16":
+        notes.append("FP16 trains with a loss scaler")
+    if memory.total > memory.available:
+        smaller = (
+            f"per_device_train_batch_size={memory.largest_micro_batch} fits"
+            if memory.largest_micro_batch
+            else "not even one row fits"
+        )
+        more = "" if config.gradient_checkpointing else "; gradient_checkpointing=true saves most"
+        notes.append(
+            f"the estimate of {memory.total:.1f} GiB is over the {memory.available:.1f} GiB that "
+            f"can be used: {smaller}{more}"
+        )
+    return notes
