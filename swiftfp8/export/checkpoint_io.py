@@ -7,14 +7,16 @@ computed, so headers are written first and tensors follow in order, in pieces.
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,12 +63,19 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch names it."""
+        return DTYPES[self.dtype]
+
+    @property
+    def columns(self) -> int:
+        """Elements of one index of the first axis (1 for a scalar)."""
+        return math.prod(self.shape[1:])
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one index of the first axis (of the whole, for a scalar)."""
-        size = DTYPES[self.dtype].itemsize
-        for length in self.shape[1:]:
-            size *= length
-        return size
+        return self.columns * self.torch_dtype.itemsize
 
     @property
     def rows(self) -> int:
@@ -96,7 +105,7 @@ class CheckpointReader:
         self.directory = directory
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, _Place] = {}
-        self._open: tuple[Path, BinaryIO] | None = None
+        self._open: tuple[Path, io.BufferedReader] | None = None
         for file in shard_files(directory):
             self._add(file)
 
@@ -107,10 +116,10 @@ class CheckpointReader:
         buffer = torch.empty(count * spec.row_bytes, dtype=torch.uint8)
         handle = self._handle(place.file)
         handle.seek(place.offset + start * spec.row_bytes)
-        if handle.readinto(memoryview(buffer.numpy())) != buffer.numel():
+        if handle.readinto(as_buffer(buffer)) != buffer.numel():
             raise _damaged(place.file, "the file ended while it was being read")
         shape = (count, *spec.shape[1:]) if spec.shape else ()
-        return buffer.view(DTYPES[spec.dtype]).view(shape)
+        return buffer.view(spec.torch_dtype).view(shape)
 
     def close(self) -> None:
         """Close the file that is open, if one is."""
@@ -118,7 +127,7 @@ class CheckpointReader:
             self._open[1].close()
             self._open = None
 
-    def _handle(self, file: Path) -> BinaryIO:
+    def _handle(self, file: Path) -> io.BufferedReader:
         if self._open is None or self._open[0] != file:
             self.close()
             self._open = (file, file.open("rb"))
@@ -139,27 +148,25 @@ class CheckpointWriter:
     order writes the index. One shard becomes `model.safetensors` without an index.
     """
 
-    def __init__(
-        self, directory: Path, specs: Sequence[TensorSpec], max_shard_bytes: int
-    ) -> None:
+    def __init__(self, directory: Path, specs: Sequence[TensorSpec], max_shard_bytes: int) -> None:
         self.directory = directory
         self._shards = split_shards(specs, max_shard_bytes)
         self._todo = [(n, spec) for n, shard in enumerate(self._shards) for spec in shard]
         self._next = 0
         self._missing_bytes = 0
         self._shard = -1
-        self._file: BinaryIO | None = None
+        self._file: io.BufferedWriter | None = None
 
     def write(self, name: str, piece: Tensor) -> int:
         """Append a piece of tensor `name`; returns how many bytes were written."""
         if self._missing_bytes == 0:
             self._begin(name)
         _, spec = self._todo[self._next - 1]
-        assert spec.name == name and DTYPES[spec.dtype] == piece.dtype, (spec, name, piece.dtype)
+        assert spec.name == name and spec.torch_dtype == piece.dtype, (spec, name, piece.dtype)
         raw = piece.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
         assert raw.numel() <= self._missing_bytes, f"{name}: more bytes than its shape has"
         assert self._file is not None
-        self._file.write(memoryview(raw.numpy()))
+        self._file.write(as_buffer(raw))
         self._missing_bytes -= raw.numel()
         return raw.numel()
 
@@ -271,14 +278,17 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def as_buffer(raw: Tensor) -> memoryview:
+    """The memory of a contiguous uint8 tensor on the CPU."""
+    return memoryview(cast(Any, raw.numpy()))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; SwiftFP8Error where it is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SwiftFP8Error(
-            f"can't read {path.name}: {error.strerror}", where=str(path)
-        ) from error
+        raise SwiftFP8Error(f"can't read {path.name}: {error.strerror}", where=str(path)) from error
     except ValueError as error:
         raise SwiftFP8Error(f"{path.name} is not valid JSON: {error}", where=str(path)) from error
     if not isinstance(value, dict):

@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import FLOATS, TensorSpec, read_json
 from swiftfp8.registry import suggest
+from swiftfp8.selection import matches
 
 FUSED_GROUPS = (
     frozenset({"q_proj", "k_proj", "v_proj"}),
@@ -71,13 +71,34 @@ def inspect_model(directory: Path, *, trust_remote_code: bool = False) -> ModelL
             where=str(directory / "config.json"),
             fix="give the BF16 model that it was made from",
         )
-    return _layers_of(_meta_model(directory, trust_remote_code), raw)
+    return _layers_of(meta_model(directory, trust_remote_code)[1], raw)
 
 
 def inspect_export(directory: Path, *, trust_remote_code: bool = False) -> ModelLayers:
     """The same for an exported, quantized directory."""
     raw = read_json(directory / "config.json")
-    return _layers_of(_meta_model(directory, trust_remote_code), raw)
+    return _layers_of(meta_model(directory, trust_remote_code)[1], raw)
+
+
+def meta_model(directory: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """(config, model on the meta device) of a model directory, by transformers' classes."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_class: Any = AutoModelForCausalLM
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model = model_class.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise SwiftFP8Error(
+            f"transformers can't build this model: {str(error).splitlines()[0]}",
+            where=str(directory),
+            fix="a causal language model is needed; set trust_remote_code=true if it has own code",
+        ) from error
+    return config, model
 
 
 def decide(
@@ -94,7 +115,7 @@ def decide(
     """
     candidates = {
         name: specs[f"{name}.weight"]
-        for name in _linear_names(layers, specs)
+        for name in linear_names(layers, specs)
         if f"{name}.weight" not in layers.tied
     }
     _check_patterns(exclude, candidates)
@@ -118,11 +139,6 @@ def decide(
     )
 
 
-def matches(name: str, pattern: str) -> bool:
-    """A shell glob on the full name, or a dotted suffix of it."""
-    return fnmatchcase(name, pattern) or name == pattern or name.endswith(f".{pattern}")
-
-
 def fused_siblings(name: str) -> list[str]:
     """Names of the linears that engines fuse with `name`, itself included; [] for none."""
     parent, _, last = name.rpartition(".")
@@ -136,7 +152,7 @@ def _groups(names: Iterable[str]) -> list[list[str]]:
     return [[name for name in group if name in known] for group in sorted(grouped)]
 
 
-def _linear_names(layers: ModelLayers, specs: Mapping[str, TensorSpec]) -> list[str]:
+def linear_names(layers: ModelLayers, specs: Mapping[str, TensorSpec]) -> list[str]:
     """Modules whose 2D float weight is in the checkpoint and multiplies activations."""
     names = []
     for key, spec in specs.items():
@@ -218,19 +234,3 @@ def _tied(model: Any) -> dict[str, str]:
         return {}
     keys = model._tied_weights_keys
     return dict(keys) if isinstance(keys, Mapping) else {}
-
-
-def _meta_model(directory: Path, trust_remote_code: bool) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise SwiftFP8Error(
-            f"transformers can't build this model: {str(error).splitlines()[0]}",
-            where=str(directory),
-            fix="a causal language model is needed; set trust_remote_code=true if it has own code",
-        ) from error

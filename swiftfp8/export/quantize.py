@@ -128,7 +128,8 @@ def _quantize_slab(weight_NK: Tensor, block: tuple[int, int]) -> QuantizedTensor
     pad_rows, pad_columns = -rows % block[0], -columns % block[1]
     if pad_rows or pad_columns:
         weight_NK = torch.nn.functional.pad(weight_NK, (0, pad_columns, 0, pad_rows))
-    blocks = weight_NK.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    grid = (weight_NK.shape[0] // block[0], weight_NK.shape[1] // block[1])
+    blocks = weight_NK.reshape(grid[0], block[0], grid[1], block[1])
     amax = torch.maximum(blocks.amax((1, 3)), blocks.amin((1, 3)).neg())
     if not bool(torch.isfinite(amax).all()):
         raise SwiftFP8Error(
@@ -137,5 +138,5 @@ def _quantize_slab(weight_NK: Tensor, block: tuple[int, int]) -> QuantizedTensor
         )
     scale, inverse = power_of_two_scale(amax)
     scaled = (blocks * inverse[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
-    data = scaled.to(FP8).flatten(2, 3).flatten(0, 1)[:rows, :columns]
+    data = scaled.to(FP8).view(weight_NK.shape)[:rows, :columns]
     return QuantizedTensor(data=data, scale=scale, block_shape=block)

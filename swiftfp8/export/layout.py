@@ -1,0 +1,95 @@
+"""What an export format promises: the types between the stage and `formats/`.
+
+A format is a module in `formats/` with the members of `ExportFormat`: `describe` decides, `write`
+obeys, `reference` says what a reader must get back, `verify` checks a directory that anybody wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from swiftfp8.export.checkpoint_io import TensorSpec
+from swiftfp8.export.layers import Decision, ModelLayers
+from swiftfp8.export.source import Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatOptions:
+    """The user's `exclude` patterns, and a model family's patterns with their reasons."""
+
+    exclude: Sequence[str] = ()
+    keep: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """All that is known of an export before its first byte is computed.
+
+    `tensors` are in the order of writing; `quantized` are names of weights in it; `config` is
+    merged into config.json.
+    """
+
+    format: str
+    tensors: tuple[TensorSpec, ...]
+    quantized: frozenset[str]
+    decisions: tuple[Decision, ...]
+    config: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerError:
+    """What quantization cost one weight: ||Q - W|| / ||W|| and the same as SQNR in dB."""
+
+    name: str
+    shape: tuple[int, ...]
+    relative_error: float
+    sqnr_db: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something wrong with a checkpoint directory. `severity` is "error" or "warning"."""
+
+    where: str
+    what: str
+    severity: str = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteJob:
+    """How to write: shard size, device of the arithmetic, and whom to tell of bytes read."""
+
+    max_shard_bytes: int
+    device: torch.device | str = "cpu"
+    advance: Callable[[int], None] = lambda count: None
+
+
+class ExportFormat(Protocol):
+    """A module of `formats/`."""
+
+    NAME: str
+
+    def describe(self, source: Source, options: FormatOptions) -> Layout:
+        """Decide what every tensor becomes; SwiftFP8Error where this model can't be exported."""
+
+    def write(
+        self, source: Source, layout: Layout, directory: Path, job: WriteJob
+    ) -> tuple[LayerError, ...]:
+        """Write the weights into `directory`; what quantization cost, layer by layer."""
+
+    def reference(self, source: Source, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that a reader of the export must get, computed again from the source."""
+
+    def verify(self, directory: Path, layers: ModelLayers) -> list[Fault]:
+        """Faults of a directory of this format, from its headers and bytes."""

@@ -1,0 +1,70 @@
+"""Where a run keeps what is exported: its base model and its best or last checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.checkpoint_io import read_json
+from swiftfp8.export.merge import ADAPTER_CONFIG
+from swiftfp8.registry import suggest
+
+
+def locate_run(run_dir: Path, checkpoint: str | None = None) -> tuple[Path, Path | None]:
+    """(model_dir, adapter_dir) of a run: `checkpoint` by name, else `best`, else `last`.
+
+    A LoRA checkpoint names its base in adapter_config.json; a full one is a model itself.
+
+    Raises:
+        SwiftFP8Error: no run, no checkpoint, or a base model that is gone.
+    """
+    if not run_dir.is_dir():
+        raise SwiftFP8Error(
+            "there is no such run directory",
+            where=str(run_dir),
+            fix="give the directory that `swiftfp8 train` printed",
+        )
+    directory = _checkpoint(run_dir, checkpoint)
+    if (directory / ADAPTER_CONFIG).is_file():
+        return _base_of(directory), directory
+    if (directory / "config.json").is_file():
+        return directory, None
+    raise SwiftFP8Error(
+        f"the checkpoint holds neither {ADAPTER_CONFIG} nor config.json", where=str(directory)
+    )
+
+
+def _checkpoint(run_dir: Path, name: str | None) -> Path:
+    if name is None:
+        for link in ("best", "last"):
+            if (run_dir / link).is_dir():
+                return (run_dir / link).resolve()
+        if (run_dir / ADAPTER_CONFIG).is_file():  # a checkpoint directory itself was given
+            return run_dir
+        raise SwiftFP8Error(
+            "the run has no checkpoint yet",
+            where=str(run_dir),
+            fix="train further: `swiftfp8 train ... resume_from_checkpoint=<run directory>`"
+            if (run_dir / "resolved.yaml").is_file()
+            else "give the directory that `swiftfp8 train` printed",
+        )
+    if not (run_dir / name).is_dir():
+        known = sorted(p.name for p in run_dir.iterdir() if p.is_dir() and p.name != "images")
+        close = suggest(name, known)
+        raise SwiftFP8Error(
+            f"the run has no checkpoint '{name}'",
+            where=str(run_dir),
+            fix=f"did you mean {close}?" if close else f"it has: {', '.join(known) or 'none'}",
+        )
+    return (run_dir / name).resolve()
+
+
+def _base_of(adapter_dir: Path) -> Path:
+    base = read_json(adapter_dir / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not base or not (Path(base) / "config.json").is_file():
+        raise SwiftFP8Error(
+            f"the adapter's base model is not there: {base or 'none is named'}",
+            where=str(adapter_dir / ADAPTER_CONFIG),
+            fix="give it: model=<directory> adapter=<directory>",
+        )
+    return Path(base)

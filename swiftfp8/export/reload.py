@@ -1,0 +1,79 @@
+"""The export as a stranger gets it: loaded by plain transformers in a process of its own.
+
+`python -m swiftfp8.export.reload DIR --ids IDS --out OUT` runs token ids (safetensors,
+"ids" [B, T]) through the exported model and writes its logits ("logits" [B, T, V]) and, as
+metadata, what was loaded: a checksum of every parameter, keys that were missing or unexpected. The
+exporter compares both with its own dequantized model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swiftfp8.export.checkpoint_io import as_buffer
+
+
+def main() -> None:
+    """Load, run, write."""
+    parser = argparse.ArgumentParser(prog="python -m swiftfp8.export.reload")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--ids", type=Path, required=True, help='safetensors with "ids" [B, T]')
+    parser.add_argument("--out", type=Path, required=True, help="safetensors to write")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--trust-remote-code", action="store_true")
+    arguments = parser.parse_args()
+
+    from safetensors.torch import load_file, save_file
+
+    torch.set_num_threads(arguments.threads)
+    model, loading = load_plain(arguments.directory, arguments.trust_remote_code)
+    logits = forward_logits(model, load_file(str(arguments.ids))["ids"])
+    facts = json.dumps({"loading": loading, "checksums": checksums(model)})
+    save_file({"logits": logits}, str(arguments.out), metadata={"facts": facts})
+
+
+def load_plain(directory: Path, trust_remote_code: bool = False) -> tuple[Any, dict[str, Any]]:
+    """The model as `from_pretrained` gives it, and the keys that did not fit.
+
+    Where transformers finds no FP8 device it dequantizes to BF16 while loading.
+    """
+    import transformers
+
+    model_class: Any = transformers.AutoModelForCausalLM
+    model, info = model_class.from_pretrained(
+        directory,
+        dtype="auto",
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    loading: dict[str, Any] = {kind: sorted(map(str, info[kind])) for kind in kinds}
+    loading["transformers"] = transformers.__version__
+    return model.eval(), loading
+
+
+def forward_logits(model: Any, ids_BT: Tensor) -> Tensor:
+    """Logits [B, T, V] in the model's dtype."""
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=ids_BT, use_cache=False).logits
+    return logits.contiguous().clone()
+
+
+def checksums(model: Any) -> dict[str, int]:
+    """CRC-32 of every parameter's and persistent buffer's bytes, by name."""
+    return {name: zlib.crc32(_bytes(tensor)) for name, tensor in model.state_dict().items()}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return as_buffer(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+
+
+if __name__ == "__main__":
+    main()

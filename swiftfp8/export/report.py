@@ -1,0 +1,139 @@
+"""What an export was made of and how it was checked: printed, saved as JSON, and on its card."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from swiftfp8.export.fidelity import Fidelity
+from swiftfp8.export.layout import LayerError
+from swiftfp8.export.verify import ReloadCheck
+
+REPORT_NAME = "export_report.json"
+_WORST_SHOWN = 5
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """One export. `kept` maps each linear that stayed in BF16 to its reason; `layers` are what
+    quantization cost, worst first; `reload` is None where `export.verify` was off.
+    """
+
+    export_dir: Path
+    format: str
+    base: str
+    adapter: str | None
+    created: str
+    versions: dict[str, str]
+    source_bytes: int
+    export_bytes: int
+    shards: int
+    seconds: float
+    merged: int
+    quantized: int
+    kept: dict[str, str]
+    layers: tuple[LayerError, ...]
+    reload: ReloadCheck | None
+    fidelity: Fidelity | None
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """All of it as JSON; paths as text, an infinite SQNR as null."""
+        values = asdict(self) | {"export_dir": self.export_dir.name}
+        return json.dumps(_finite(values), indent=2) + "\n"
+
+    def __rich__(self) -> RenderableType:
+        """A table of facts, and one of the layers that lost most."""
+        facts = Table(title=f"export: {self.export_dir}", show_header=False, title_justify="left")
+        for key, value in self.facts():
+            facts.add_row(key, value)
+        if not self.layers:
+            return facts
+        worst = Table(title="layers that lost most", title_justify="left")
+        for heading in ("layer", "shape", "relative error", "SQNR dB"):
+            worst.add_column(heading)
+        for layer in self.layers[:_WORST_SHOWN]:
+            shape = " x ".join(map(str, layer.shape))
+            cells = (f"{layer.relative_error:.2%}", f"{layer.sqnr_db:.1f}")
+            worst.add_row(layer.name, shape, *cells)
+        return Group(facts, worst)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The report as label and text, for the table and the model card."""
+        sizes = f"{self.export_bytes / _MIB:,.1f} MiB in {self.shards} file(s)"
+        rows = [
+            ("format", self.format),
+            ("base", self.base),
+            ("adapter", f"{self.adapter} ({self.merged} weights)" if self.adapter else "none"),
+            ("size", f"{sizes}, from {self.source_bytes / _MIB:,.1f} MiB"),
+            ("time", f"{self.seconds:.1f} s"),
+        ]
+        if self.layers:
+            mean = sum(layer.relative_error for layer in self.layers) / len(self.layers)
+            rows.append(("FP8 linears", f"{self.quantized}, mean relative error {mean:.2%}"))
+        if self.kept:
+            counts = Counter(self.kept.values()).most_common()
+            reasons = "; ".join(f"{count} {reason}" for reason, count in counts)
+            rows.append(("BF16 linears", f"{len(self.kept)}: {reasons}"))
+        rows.append(("reload", self._reload_text()))
+        if self.fidelity:
+            f = self.fidelity
+            rows.append(
+                (
+                    "against BF16",
+                    f"perplexity {f.perplexity_merged:.3f} -> {f.perplexity_export:.3f} "
+                    f"(ratio {f.perplexity_ratio:.4f}), token KL {f.token_kl:.4f}, "
+                    f"top-1 agreement {f.top1_agreement:.1%}, {f.tokens} tokens",
+                )
+            )
+        rows += [("warning", text) for text in self.warnings]
+        return rows
+
+    def _reload_text(self) -> str:
+        if self.reload is None:
+            return "not checked (export.verify=false)"
+        equal = (
+            "logits bit-equal"
+            if self.reload.bit_equal
+            else f"logits within {self.reload.max_difference:.2g}"
+        )
+        return (
+            f"transformers {self.reload.transformers}, fresh process, dequantized on the CPU: "
+            f"{self.reload.parameters} parameters equal, {equal}"
+        )
+
+
+def write_report(report: ExportReport, directory: Path) -> None:
+    """Write export_report.json and the model card README.md."""
+    (directory / REPORT_NAME).write_text(report.to_json(), encoding="utf-8")
+    (directory / "README.md").write_text(_model_card(report), encoding="utf-8")
+
+
+def _model_card(report: ExportReport) -> str:
+    what = "FP8 (e4m3, 128x128 blocks)" if report.format == "fp8_block" else "BF16, merged"
+    tags = ["swiftfp8", *(["fp8"] if report.format.startswith("fp8") else [])]
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:"]
+    lines += [f"- {tag}" for tag in tags]
+    lines += ["---", "", f"# {report.export_dir.name}", ""]
+    lines += [f"{what}, written by swiftfp8 on {report.created}.", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value.replace('|', '/')} |" for key, value in report.facts()]
+    lines += ["", "The licence of the base model applies. Figures per layer: `export_report.json`."]
+    return "\n".join(lines) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

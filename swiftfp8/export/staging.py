@@ -1,0 +1,119 @@
+"""A directory that appears whole or not at all.
+
+Everything is written to `<name>.partial-<pid>` beside the target and renamed at the end; an error
+or Ctrl-C removes it. An old export is replaced only after the new one is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from swiftfp8.errors import SwiftFP8Error
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SLACK = 64 << 20  # configuration, tokenizer, file system overhead
+_GIB = 2**30
+
+
+@contextmanager
+def staged(target: Path, *, overwrite: bool, needed_bytes: int) -> Iterator[Path]:
+    """Yield the directory to write into; rename it to `target` when the body ends well.
+
+    Raises:
+        SwiftFP8Error: `target` is in use, can't be written, or the disk is or gets full.
+    """
+    target = Path(os.path.abspath(target))
+    check_target(target, overwrite=overwrite)
+    created = _make_parents(target.parent)
+    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    done = False
+    try:
+        check_space(target.parent, needed_bytes)
+        partial.mkdir()
+        yield partial
+        _put_in_place(partial, target)
+        done = True
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _no_space(target.parent, needed_bytes) from error
+        raise
+    finally:
+        if not done:
+            shutil.rmtree(partial, ignore_errors=True)
+            for parent in created:
+                _remove_empty(parent)
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Refuse a target that is in use, or that an overwrite would be a disaster for."""
+    if not os.path.lexists(target) or _is_empty(target):
+        return
+    if not overwrite:
+        raise SwiftFP8Error(
+            "the export directory exists already",
+            where=str(target),
+            fix="choose another export_dir, or set export.overwrite=true to replace it",
+        )
+    if not (target / "config.json").is_file() or target.is_symlink():
+        raise SwiftFP8Error(
+            "export.overwrite replaces earlier exports only; this holds something else",
+            where=str(target),
+            fix="choose another export_dir, or remove it yourself",
+        )
+
+
+def check_space(directory: Path, needed_bytes: int) -> None:
+    """Refuse to begin what the disk can't hold."""
+    if shutil.disk_usage(directory).free < needed_bytes + _SLACK:
+        raise _no_space(directory, needed_bytes)
+
+
+def _no_space(directory: Path, needed_bytes: int) -> SwiftFP8Error:
+    free = shutil.disk_usage(directory).free
+    return SwiftFP8Error(
+        f"no disk space: the export needs {needed_bytes / _GIB:.2f} GiB, "
+        f"{free / _GIB:.2f} GiB are free",
+        where=str(directory),
+        fix="free some space, or set export_dir to another disk",
+    )
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    old = target.with_name(f"{target.name}.old-{os.getpid()}")
+    if os.path.lexists(target):
+        os.rename(target, old)
+    try:
+        os.rename(partial, target)
+    except OSError:
+        if old.exists():
+            os.rename(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    """Create missing parents; returns those created, deepest first."""
+    missing = [path for path in (parent, *parent.parents) if not path.exists()]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SwiftFP8Error(
+            f"can't create the export directory: {error.strerror}", where=str(parent)
+        ) from error
+    if not os.access(parent, os.W_OK):
+        raise SwiftFP8Error("the folder is not writable", where=str(parent))
+    return missing
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+def _remove_empty(path: Path) -> None:
+    if _is_empty(path):
+        path.rmdir()
