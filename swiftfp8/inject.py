@@ -68,11 +68,12 @@ def inject_precision(model: PreTrainedModel, plan: Plan, device: str | torch.dev
         if layer.precision in FP8_RECIPES:
             _replace(model, layer, plan, backend.convert, device)
     _move_rest(model, device)
+    injected = model if plan.lora is None else add_adapter(model, plan.lora)
     if plan.gradient_checkpointing:
-        enable_gradient_checkpointing(model, plan)
-    if plan.lora is None:
-        return model
-    return add_adapter(model, plan.lora)
+        # After PEFT, which would else make the embeddings' output require gradients: recomputation
+        # without re-entry needs none, and the first layer is spared its dgrad.
+        enable_gradient_checkpointing(injected, plan)
+    return injected
 
 
 def precision_linears(model: nn.Module) -> Iterator[tuple[str, PrecisionLinear]]:

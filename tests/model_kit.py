@@ -135,3 +135,15 @@ def batch(
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab, (rows, length), generator=generator)
     return {"input_ids": ids, "labels": ids}
+
+
+def rule_batch(*, seed: int, rows: int = 4, length: int = 32) -> dict[str, torch.Tensor]:
+    """Sequences that can be learned: the next token is 5t + 3 mod 64, but one in ten is random."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(0, 64, (rows, 1), generator=generator)]
+    for _ in range(length - 1):
+        random = torch.randint(0, 64, (rows, 1), generator=generator)
+        noisy = torch.rand(rows, 1, generator=generator) < 0.1
+        tokens.append(torch.where(noisy, random, (tokens[-1] * 5 + 3) % 64))
+    ids = torch.cat(tokens, dim=1)
+    return {"input_ids": ids, "labels": ids}

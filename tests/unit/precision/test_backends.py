@@ -64,7 +64,7 @@ def test_the_expected_backends_are_found() -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_offers_the_whole_interface(name: str) -> None:
     module = BACKENDS[name]
-    assert module.NAME == name
+    assert name == module.NAME
     assert set(module.RECIPES) <= set(FP8_RECIPES)
     reason = module.available()
     assert reason is None or (isinstance(reason, str) and reason.strip())
