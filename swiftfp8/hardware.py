@@ -72,7 +72,7 @@ def probe() -> Hardware:
     import torch
 
     if not torch.cuda.is_available():
-        return _this_cpu(_no_cuda_reason(torch.version.cuda))
+        return _this_cpu(_no_cuda_reason(torch.version.cuda), cuda_version=torch.version.cuda)
     index = torch.cuda.current_device()
     name = torch.cuda.get_device_name(index)
     memory = torch.cuda.get_device_properties(index).total_memory / GIB
@@ -263,7 +263,7 @@ def _rocm(name: str, memory_gib: float, count: int) -> Hardware:
     )
 
 
-def _this_cpu(no_gpu: str, *, probed: bool = True) -> Hardware:
+def _this_cpu(no_gpu: str, *, probed: bool = True, cuda_version: str | None = None) -> Hardware:
     """This machine without a GPU. BF16 only where the processor multiplies it natively."""
     fp8 = f"{no_gpu}; FP8 matmuls need compute capability 8.9 or newer (Ada, Hopper, Blackwell)"
     reasons = _all_fp8(fp8)
@@ -276,6 +276,7 @@ def _this_cpu(no_gpu: str, *, probed: bool = True) -> Hardware:
         sm=None,
         memory_gib=_ram_gib(),
         unavailable=reasons,
+        cuda_version=cuda_version,
         probed=probed,
     )
 

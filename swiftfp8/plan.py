@@ -195,7 +195,7 @@ def _plan_layer(
     if high_reason is None:
         assert granted.recipe is not None
         precision = granted.recipe
-        reason = f"its features are multiples of {SHAPE_MULTIPLE[precision]}"
+        reason = f"features divide by {SHAPE_MULTIPLE[precision]}"
     else:
         precision, reason = granted.compute_dtype, high_reason
     return LayerPlan(

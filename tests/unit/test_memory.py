@@ -1,0 +1,117 @@
+"""The estimate against measured peaks, and the ways it must bend with its inputs.
+
+Measured on one H200: Qwen2.5-7B's shape, LoRA r=16 on all linears, 4 x 2048 tokens a step, SDPA,
+plain transformers and PEFT. Peaks are torch's allocations, so the workspace is left out.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swiftfp8.hardware import GIB, parse_hardware
+from swiftfp8.memory import MemoryEstimate
+from tests.plan_kit import plan_for, qwen_7b, qwen_half_b
+
+STEP = {"lora_rank": 16, "per_device_train_batch_size": 4, "max_length": 2048}
+LINEARS_GIB = 6.525e9 / GIB  # a byte for each weight of the decoder's linears
+
+
+def estimate(hardware: str = "h200", **options: Any) -> MemoryEstimate:
+    return plan_for(hardware, qwen_7b(), **(STEP | options)).memory
+
+
+def test_bf16_lora_is_within_15_percent_of_the_measured_peak() -> None:
+    memory = estimate(dtype="bf16")
+    assert memory.total - memory.workspace == pytest.approx(73.6, rel=0.15)
+
+
+def test_two_fp8_copies_are_within_15_percent_of_the_measured_peak() -> None:
+    """te.Linear under PEFT keeps each transpose, and measures no gain; we drop it."""
+    memory = estimate()
+    kept = memory.total - memory.workspace - memory.transposes + LINEARS_GIB
+    assert kept == pytest.approx(73.6, rel=0.15)
+
+
+def test_gradient_checkpointing_is_within_15_percent_of_the_measured_peak() -> None:
+    """18.8 GiB in BF16 with a fused loss, which writes no logits: so a small vocabulary here."""
+    meta = replace(qwen_7b(), vocab_size=16)
+    memory = plan_for("h200", meta, dtype="bf16", gradient_checkpointing=True, **STEP).memory
+    assert memory.total - memory.workspace == pytest.approx(18.8, rel=0.15)
+
+
+def test_one_fp8_copy_saves_a_byte_a_weight() -> None:
+    high, fp8 = estimate(dtype="bf16"), estimate()
+    assert high.weights - fp8.weights == pytest.approx(LINEARS_GIB, rel=0.01)
+    assert fp8.transposes < 0.1  # one layer's at a time
+    assert fp8.activations == high.activations
+
+
+def test_mxfp8_keeps_both_directions() -> None:
+    memory = estimate("b200")
+    assert memory.transposes == pytest.approx(LINEARS_GIB, rel=0.01)
+    assert memory.weights > estimate().weights
+
+
+def test_adapters_are_fp32_with_two_moments() -> None:
+    memory = estimate()
+    parameters = 28 * 16 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert memory.adapters * GIB == 4 * parameters
+    assert memory.optimizer == pytest.approx(2 * memory.adapters)
+    assert memory.gradients == pytest.approx(memory.adapters)
+
+
+def test_fewer_targets_save_fewer_inputs() -> None:
+    few, all_linear = estimate(target_modules=["q_proj", "v_proj"]), estimate()
+    down_and_mlp_inputs = 28 * 8192 * 2 * (3584 + 18944) / GIB
+    assert all_linear.activations - few.activations == pytest.approx(down_and_mlp_inputs)
+
+
+def test_full_tuning_pays_for_every_parameter() -> None:
+    meta = qwen_7b()
+    memory = plan_for("h200", meta, tuner="full", dtype="bf16", **STEP).memory
+    assert memory.weights * GIB == 2 * meta.total_params
+    assert memory.gradients == memory.weights and memory.optimizer == 2 * memory.weights
+    fp8 = plan_for("h200", meta, tuner="full", **STEP).memory
+    assert fp8.transposes == pytest.approx(2 * LINEARS_GIB, rel=0.01)
+    assert fp8.activations < memory.activations  # inputs are kept in FP8
+
+
+def test_fp16_full_tuning_holds_fp32_weights() -> None:
+    meta = qwen_half_b()
+    memory = plan_for("v100", meta, tuner="full", dtype="fp16").memory
+    assert memory.weights * GIB == 4 * meta.total_params
+
+
+def test_eager_attention_grows_with_the_square_of_the_length() -> None:
+    def extra(length: int) -> float:
+        options = {"max_length": length, "gradient_checkpointing": False}
+        eager = estimate(attn_implementation="eager", **options)
+        return eager.activations - estimate(attn_implementation="sdpa", **options).activations
+
+    assert extra(2048) == pytest.approx(4 * extra(1024))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("hardware", ["rtx4090", "h100", "h200"])
+def test_the_largest_micro_batch_fits_and_one_more_does_not(
+    hardware: str, checkpointing: bool
+) -> None:
+    options = {"gradient_checkpointing": checkpointing, "max_length": 512}
+    largest = estimate(hardware, **options).largest_micro_batch
+    assert largest > 0
+    fits = estimate(hardware, **options, per_device_train_batch_size=largest)
+    over = estimate(hardware, **options, per_device_train_batch_size=largest + 1)
+    assert fits.total <= fits.available < over.total
+
+
+def test_a_job_that_can_not_fit_is_said_so() -> None:
+    plan = plan_for("t4", qwen_7b(), **STEP)
+    assert plan.memory.largest_micro_batch == 0
+    assert any("not even one row fits" in note for note in plan.notes)
+
+
+def test_a_cpu_is_judged_by_its_own_memory() -> None:
+    memory = plan_for("cpu").memory
+    assert memory.available < parse_hardware("cpu").memory_gib
+    assert memory.transposes == 0
