@@ -1,4 +1,4 @@
-"""The plan for people (a table that fits 100 columns) and for programs (JSON).
+"""The plan for people (a table that fits 80 columns) and for programs (JSON).
 
 Linears of the same role in every decoder layer share a row, so that a model of 80 layers is read
 in one screen; where some layers differ from the rest, the row says which.
@@ -29,7 +29,6 @@ MEMORY_PARTS = {
     "logits": "logits and loss",
     "workspace": "workspace",
 }
-WIDEST_NAME = 40  # leaves room for reasons in 100 columns
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -154,18 +153,17 @@ def _fallback(asked: str, given: str, reason: str) -> Text:
     return text
 
 
-def _layers_table(plan: Plan) -> Table:
-    said = {fallback.reason for fallback in plan.fallbacks}
+def _layers_table(plan: Plan) -> Group:
+    """One row a group; reasons are numbered and follow below, in full width."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    groups = group_layers(plan.layers)
-    longest = max((len(name) for name, _ in groups), default=0)
-    table.add_column("linear", overflow="fold", min_width=min(longest, WIDEST_NAME))
+    table.add_column("linear", overflow="fold")
     table.add_column("n", justify="right", no_wrap=True)
     table.add_column("out x in", justify="right", no_wrap=True)
     table.add_column("precision", no_wrap=True)
     table.add_column("LoRA" if plan.lora else "train", no_wrap=True)
-    table.add_column("reason", overflow="fold")
-    for name, group in groups:
+    table.add_column("why", justify="right", no_wrap=True)
+    reasons: dict[str, int] = {}
+    for name, group in group_layers(plan.layers):
         layer = group[0]
         in_fp8 = layer.precision in FP8_RECIPES
         adapted = f"r={plan.lora.rank}" if plan.lora and layer.lora else ""
@@ -175,9 +173,14 @@ def _layers_table(plan: Plan) -> Table:
             f"{layer.out_features} x {layer.in_features}",
             Text(layer.precision, style="green" if in_fp8 else "yellow"),
             adapted or ("yes" if layer.trainable else "-"),
-            Text("see the warning above" if layer.reason in said else layer.reason),
+            str(reasons.setdefault(layer.reason, len(reasons) + 1)),
         )
-    return table
+    said = {fallback.reason for fallback in plan.fallbacks}
+    notes = [
+        Padding(Text(f"{n}  {'see the warning above' if why in said else why}"), (0, 0, 0, 2))
+        for why, n in reasons.items()
+    ]
+    return Group(table, *notes)
 
 
 def _coverage_line(plan: Plan) -> Text:
