@@ -91,7 +91,7 @@ def unknown_key(key: str, *, where: str | None, also: tuple[str, ...] = ()) -> S
 
 
 def _closest_key(key: str, also: tuple[str, ...]) -> str | None:
-    known = (*field_docs(), *schema_groups(), *also)
+    known = (*field_docs(), *also) if "." in key else (*field_docs(), *schema_groups(), *also)
     leaf = key.rpartition(".")[2]
     for candidate in (key, leaf):
         if candidate in SYNONYMS:
@@ -99,13 +99,15 @@ def _closest_key(key: str, also: tuple[str, ...]) -> str | None:
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     if same_leaf:
         return same_leaf[0]
-    lowered = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(key.lower(), lowered, n=1, cutoff=0.6)
+    group = key.rpartition(".")[0]
+    siblings = [name for name in known if group and name.rpartition(".")[0] == group]
+    leaves = {name.rpartition(".")[2].lower(): name for name in reversed(siblings or known)}
+    close = difflib.get_close_matches(leaf.lower(), leaves, n=1, cutoff=0.6)
     if close:
-        return lowered[close[0]]
-    leaves = {name.rpartition(".")[2].lower(): name for name in known}
-    close = difflib.get_close_matches(leaf.lower(), leaves, n=1, cutoff=0.7)
-    return leaves[close[0]] if close else None
+        return leaves[close[0]]
+    lowered = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(key.lower(), lowered, n=1, cutoff=0.8)
+    return lowered[close[0]] if close else None
 
 
 def _walk(cls: Any, prefix: str) -> Iterator[FieldDoc]:

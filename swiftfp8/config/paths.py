@@ -10,6 +10,9 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
+GROUPS = ("precision", "tuner", "train", "export")
+"""The packaged option groups. `model/` and `dataset/` hold registered things, not options."""
+
 
 def configs_dir() -> Path:
     """The packaged option groups, model families and datasets."""
@@ -29,6 +32,12 @@ def assets_dir() -> Path:
 def yaml_names(folder: Path) -> list[str]:
     """Names of the YAML files of `folder`, sorted, without their suffix."""
     return sorted(path.stem for path in folder.glob("*.yaml")) if folder.is_dir() else []
+
+
+def group_options(group: str, recipe: Path | None = None) -> list[str]:
+    """Names that an option group offers, with those of the recipe's own folder."""
+    own = yaml_names(recipe.parent / group) if recipe else []
+    return sorted({*own, *yaml_names(configs_dir() / group)})
 
 
 def _packaged(inside: str, beside: str) -> Path:

@@ -1,0 +1,243 @@
+"""A recipe and overrides to one validated `Config`, with the origin of every value.
+
+Order, the later winning: defaults of the schema, packaged `config`, the recipe, group options
+chosen on the command line, keys given on the command line. Relative paths, in a recipe and on the
+command line alike, start from the current folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from swiftfp8.config.fields import field_docs
+from swiftfp8.config.layers import Layered, layer_files, yaml_problem
+from swiftfp8.config.paths import GROUPS, group_options, recipes_dir, yaml_names
+from swiftfp8.config.schema import Config
+from swiftfp8.config.tokens import Override, expand_sweep, parse_tokens
+from swiftfp8.config.validate import check_names, resolve, validate
+from swiftfp8.errors import SwiftFP8Error, raise_all
+from swiftfp8.registry import unknown
+
+SCHEMA_DEFAULT = "schema default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """A configuration, and how it came about.
+
+    `overrides` are tokens that give this configuration on top of the recipe. `provenance` says
+    for each dotted key where its value was set; `notes` are remarks that the user should read.
+    """
+
+    config: Config
+    overrides: tuple[str, ...]
+    provenance: dict[str, str]
+    recipe_path: Path | None
+    notes: tuple[str, ...] = ()
+
+
+def compose_config(
+    config: str | None, overrides: Sequence[str] = (), *, check: bool = True
+) -> Composed:
+    """Compose one configuration; `check=False` does not ask whether named data sets exist."""
+    members = compose_sweep(config, overrides, check=check)
+    if len(members) > 1:
+        raise SwiftFP8Error(
+            f"a comma list is a sweep, here of {len(members)} runs, and this command takes one",
+            where="command line",
+            fix="write a list as key=[a,b], and a text with a comma as key='\"a,b\"'",
+        )
+    return members[0]
+
+
+def compose_sweep(
+    config: str | None, overrides: Sequence[str] = (), *, check: bool = True
+) -> list[Composed]:
+    """Compose every member of a sweep (one member without comma lists); report all problems."""
+    recipe = find_recipe(config) if config is not None else None
+    parsed, problems = parse_tokens(overrides)
+    members: list[Composed] = []
+    combinations = expand_sweep(parsed)
+    for combination in combinations:
+        try:
+            members.append(_compose(recipe, combination, check=check))
+        except SwiftFP8Error as error:
+            problems += [p for p in getattr(error, "problems", (error,)) if _new(p, problems)]
+    raise_all(problems)
+    return _apart(members) if len(members) > 1 else members
+
+
+def compose_arguments(config: str | None, arguments: Mapping[str, Any]) -> Composed:
+    """Compose from Python values in place of tokens; groups may be dicts or option names."""
+    recipe = find_recipe(config) if config is not None else None
+    overrides = [
+        Override(key=key, value=_plain(value), text=f"{key}={value}", origin="Python argument")
+        for key, value in arguments.items()
+    ]
+    return _compose(recipe, overrides, check=True)
+
+
+def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
+    """A finished configuration (a run's, say) with some keys set anew."""
+    parsed, problems = parse_tokens(overrides)
+    layered = Layered(tree=_plain(dataclasses.asdict(config)), provenance={})
+    for alternatives in parsed:
+        if len(alternatives) > 1:
+            fix = "write a list as key=[a,b]"
+            problems.append(
+                SwiftFP8Error("a sweep is for training", where=alternatives[0].origin, fix=fix)
+            )
+        layered.set(alternatives[0].key, alternatives[0].value, alternatives[0].origin)
+    result, found = validate(layered.tree, layered.provenance)
+    raise_all([*problems, *found])
+    assert result is not None
+    return result
+
+
+def config_from_mapping(mapping: Mapping[str, Any], *, where: str | None = None) -> Config:
+    """Validate a finished tree of values, such as a run's `resolved.yaml`."""
+    result, problems = validate(dict(mapping), {}, where=where)
+    raise_all(problems)
+    assert result is not None
+    return result
+
+
+def read_resolved(path: Path) -> Config:
+    """The configuration of a run directory, or of its `resolved.yaml`."""
+    file = path / "resolved.yaml" if path.is_dir() else path
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        fix = "give a directory that `swiftfp8 train` wrote"
+        raise SwiftFP8Error("no resolved.yaml to read", where=str(path), fix=fix) from error
+    except yaml.YAMLError as error:
+        raise yaml_problem(error, file) from error
+    if not isinstance(content, dict):
+        raise SwiftFP8Error("resolved.yaml holds no keys", where=str(file))
+    return config_from_mapping(content, where=str(file))
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML that composes to itself."""
+    tree = _plain(dataclasses.asdict(config))
+    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Values by dotted key, in the schema's order."""
+    tree = dataclasses.asdict(config)
+    flat: dict[str, Any] = {}
+    for key in field_docs():
+        node: Any = tree
+        for part in key.split("."):
+            node = node[part]
+        flat[key] = _plain(node)
+    return flat
+
+
+def find_recipe(config: str) -> Path:
+    """The file that `config=` names: a path, a file of the current folder, or a packaged recipe."""
+    path = Path(config).expanduser()
+    if path.is_dir() and (path / "resolved.yaml").is_file():
+        return path.resolve() / "resolved.yaml"
+    for candidate in (path, Path(f"{path}.yaml"), recipes_dir() / f"{config}.yaml"):
+        if candidate.is_file() and candidate.suffix in (".yaml", ".yml"):
+            return candidate.resolve()
+    if path.suffix in (".yaml", ".yml") or path.is_absolute():
+        fix = "paths start from the current folder; packaged recipes: swiftfp8 config list"
+        raise SwiftFP8Error(f"no such recipe file: {config}", where=f"config={config}", fix=fix)
+    names = {*yaml_names(recipes_dir()), *yaml_names(Path.cwd())}
+    raise unknown("recipe", config, names, where=f"config={config}")
+
+
+def _compose(recipe: Path | None, overrides: Sequence[Override], *, check: bool) -> Composed:
+    choices, values, problems = _split_choices(overrides, recipe)
+    layered = layer_files(recipe, choices)
+    for override in values:
+        layered.set(override.key, override.value, override.origin)
+    tree, unresolved = resolve(layered.tree, layered.provenance)
+    config, found = validate(tree, layered.provenance)
+    problems += [*unresolved, *found]
+    if check:
+        problems += check_names(tree, layered.provenance)
+    raise_all(problems)
+    assert config is not None
+    provenance = {key: layered.provenance.get(key, SCHEMA_DEFAULT) for key in field_docs()}
+    for key, origin in layered.provenance.items():
+        provenance.setdefault(key, origin)
+    return Composed(
+        config=config,
+        overrides=tuple(override.text for override in overrides),
+        provenance=provenance,
+        recipe_path=recipe,
+        notes=_notes(config, provenance),
+    )
+
+
+def _split_choices(
+    overrides: Sequence[Override], recipe: Path | None
+) -> tuple[dict[str, str], list[Override], list[SwiftFP8Error]]:
+    """Choices of group options (the last of each group counts), plain keys, unknown options."""
+    choices: dict[str, str] = {}
+    values: list[Override] = []
+    problems: list[SwiftFP8Error] = []
+    for override in overrides:
+        key, value = override.key, override.value
+        own = recipe is not None and bool(yaml_names(recipe.parent / key))
+        if not isinstance(value, str) or not (key in GROUPS or (own and key not in field_docs())):
+            values.append(override)
+        elif value in (options := group_options(key, recipe)):
+            choices[key] = value
+        else:
+            problems.append(unknown(f"{key} option", value, options, where=override.origin))
+    return choices, values, problems
+
+
+def _notes(config: Config, provenance: Mapping[str, str]) -> tuple[str, ...]:
+    if config.precision.interval is None:
+        return ()
+    return (
+        f"precision.interval={config.precision.interval} ({provenance['precision.interval']}) has "
+        "no effect: Transformer Engine no longer has this option",
+    )
+
+
+def _apart(members: list[Composed]) -> list[Composed]:
+    """Number the run names and export directories that members of a sweep would share."""
+    for key in ("run_name", "export_dir"):
+        given = [value for member in members if (value := getattr(member.config, key))]
+        if len(set(given)) < len(given):
+            members = [_numbered(member, key, place) for place, member in enumerate(members, 1)]
+    return members
+
+
+def _numbered(member: Composed, key: str, place: int) -> Composed:
+    value = getattr(member.config, key)
+    if not value:
+        return member
+    changed: dict[str, Any] = {key: f"{value}-{place}"}
+    rest = [text for text in member.overrides if not text.startswith(f"{key}=")]
+    return replace(
+        member,
+        config=replace(member.config, **changed),
+        overrides=(*rest, f"{key}={value}-{place}"),
+    )
+
+
+def _new(problem: SwiftFP8Error, problems: Sequence[SwiftFP8Error]) -> bool:
+    return str(problem) not in {str(known) for known in problems}
+
+
+def _plain(value: Any) -> Any:
+    """Dicts, lists and scalars only, as YAML has them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
