@@ -1,0 +1,33 @@
+"""What the command line asks of the export and inference stages, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """Export or merge a run (its `checkpoint`), or a model with an optional adapter."""
+
+    run: str | None = None
+    model: str | None = None
+    adapter: str | None = None
+    checkpoint: str | None = None
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferRequest:
+    """Chat with a run, or with a model and an optional adapter.
+
+    Without `prompt` the chat is interactive. `temperature` 0 takes the likeliest token.
+    """
+
+    run: str | None = None
+    model: str | None = None
+    adapter: str | None = None
+    checkpoint: str | None = None
+    prompt: str | None = None
+    system: str | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
