@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from swiftfp8.export.checkpoint_io import FLOATS, CheckpointReader, TensorSpec
 from swiftfp8.export.layers import ModelLayers, inspect_model, meta_model
 from swiftfp8.export.merge import MergedCheckpoint, load_adapter
 from swiftfp8.export.quantize import slabs
+from swiftfp8.models.quiet import quiet_transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def build_model(
     """
     config, empty = meta_model(source.directory, source.trust_remote_code)
     config.dtype = dtype
-    with _quiet_transformers():
+    with quiet_transformers():
         model, info = type(empty).from_pretrained(
             None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True
         )
@@ -113,20 +113,6 @@ def build_model(
             fix="the files do not belong to the architecture that config.json names",
         )
     return model.to(device).eval()
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep transformers' own loading bar off the screen."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _exported_spec(spec: TensorSpec, main_dtype: str, layers: ModelLayers) -> TensorSpec:

@@ -1,0 +1,135 @@
+"""From what the user names (a run, a model, an adapter) to what the export stage reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from swiftfp8.config.compose import apply_overrides, read_resolved
+from swiftfp8.config.schema import Config, ExportConfig
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.export import ExportContext
+from swiftfp8.export.locate import locate_run
+from swiftfp8.export.staging import check_target
+from swiftfp8.requests import ExportRequest
+
+_BIT_FORMATS = {8: "fp8_block", 16: "bf16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportJob:
+    """The arguments of `export_checkpoint`."""
+
+    model_dir: Path
+    adapter_dir: Path | None
+    export_dir: Path
+    settings: ExportConfig
+    context: ExportContext
+
+
+def resolve_request(
+    request: ExportRequest, *, console: Console, default_name: str = "export"
+) -> ExportJob:
+    """Find the files that a request names, and its settings.
+
+    Raises:
+        SwiftFP8Error: not one source, a source that is not there, or no place to write to.
+    """
+    model_dir, adapter_dir = locate(
+        run=request.run,
+        model=request.model,
+        adapter=request.adapter,
+        checkpoint=request.checkpoint,
+    )
+    config = read_resolved(Path(request.run)) if request.run else Config()
+    config = apply_overrides(config, request.overrides)
+    return ExportJob(
+        model_dir=model_dir,
+        adapter_dir=adapter_dir,
+        export_dir=_target(request, config, default_name),
+        settings=export_settings(config),
+        context=ExportContext(
+            base_name=config.model or model_dir.name,
+            adapter_name=str(adapter_dir) if adapter_dir else None,
+            keep=_kept_by_family(model_dir),
+            device=_fastest_device(),
+            trust_remote_code=config.trust_remote_code,
+            console=console,
+        ),
+    )
+
+
+def locate(
+    *, run: str | None, model: str | None, adapter: str | None, checkpoint: str | None
+) -> tuple[Path, Path | None]:
+    """(model directory, adapter directory or None) of a run, or of a model with its adapter.
+
+    Raises:
+        SwiftFP8Error: neither or both of run and model, or files that are missing.
+    """
+    if (run is None) == (model is None):
+        raise SwiftFP8Error(
+            "give one of run= and model=",
+            where="command line",
+            fix="run=<run directory>, or model=<directory> with an optional adapter=<directory>",
+        )
+    if run is not None:
+        if adapter is not None:
+            raise SwiftFP8Error("adapter= goes with model=, a run has its own", where="adapter")
+        return locate_run(Path(run), checkpoint)
+    if checkpoint is not None:
+        raise SwiftFP8Error("checkpoint= goes with run=", where="checkpoint")
+    assert model is not None
+    return _existing(model, "model"), _existing(adapter, "adapter") if adapter else None
+
+
+def exports_after_training(config: Config) -> bool:
+    """Whether `train` ends with an export."""
+    return config.export_dir is not None or config.export_quantization_bit is not None
+
+
+def check_target_after_training(config: Config) -> None:
+    """Find out before training, not after it, that the export has no place to go."""
+    if config.export_dir is not None:
+        check_target(Path(config.export_dir), overwrite=config.export.overwrite)
+
+
+def export_settings(config: Config) -> ExportConfig:
+    """`config.export`, with `export_quantization_bit` taken as the format that it stands for."""
+    if config.export_quantization_bit is None:
+        return config.export
+    return replace(config.export, format=_BIT_FORMATS[config.export_quantization_bit])
+
+
+def _target(request: ExportRequest, config: Config, default_name: str) -> Path:
+    if config.export_dir is not None:
+        return Path(config.export_dir)
+    if request.run is None:
+        raise SwiftFP8Error(
+            "no place to write to", where="export_dir", fix="add export_dir=<new directory>"
+        )
+    return Path(request.run) / default_name
+
+
+def _existing(path: str, key: str) -> Path:
+    if not Path(path).is_dir():
+        raise SwiftFP8Error(
+            f"there is no directory {path}", where=key, fix="give a local Hugging Face directory"
+        )
+    return Path(path)
+
+
+def _kept_by_family(model_dir: Path) -> Mapping[str, str]:
+    from swiftfp8.models.checkpoint import read_config_json
+    from swiftfp8.models.family import family_of
+
+    return family_of(read_config_json(model_dir)).keep_high
+
+
+def _fastest_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
