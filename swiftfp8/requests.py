@@ -29,5 +29,8 @@ class InferRequest:
     checkpoint: str | None = None
     prompt: str | None = None
     system: str | None = None
-    max_new_tokens: int = 256
+    max_new_tokens: int = 512
     temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 42
+    trust_remote_code: bool = False

@@ -8,7 +8,7 @@ command line alike, start from the current folder.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from swiftfp8.config.fields import field_docs
-from swiftfp8.config.layers import Layered, layer_files, yaml_problem
+from swiftfp8.config.layers import Layered, layer_files, shown_path, yaml_problem
 from swiftfp8.config.paths import GROUPS, group_options, recipes_dir, yaml_names
 from swiftfp8.config.schema import Config
-from swiftfp8.config.tokens import Override, expand_sweep, parse_tokens
+from swiftfp8.config.tokens import Override, expand_sweep, parse_tokens, to_token
 from swiftfp8.config.validate import check_names, resolve, validate
 from swiftfp8.errors import SwiftFP8Error, raise_all
 from swiftfp8.registry import unknown
@@ -77,8 +77,9 @@ def compose_arguments(config: str | None, arguments: Mapping[str, Any]) -> Compo
     """Compose from Python values in place of tokens; groups may be dicts or option names."""
     recipe = find_recipe(config) if config is not None else None
     overrides = [
-        Override(key=key, value=_plain(value), text=f"{key}={value}", origin="Python argument")
+        override
         for key, value in arguments.items()
+        for override in _from_python(key, _plain(value))
     ]
     return _compose(recipe, overrides, check=True)
 
@@ -98,6 +99,19 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
     raise_all([*problems, *found])
     assert result is not None
     return result
+
+
+def require_inputs(composed: Composed) -> None:
+    """Fail where a run has no model or no rows to learn from, before anything is loaded."""
+    config, problems = composed.config, []
+    where = shown_path(composed.recipe_path) if composed.recipe_path else "command line"
+    if config.model is None and config.model_type is None:
+        fix = "add model=<directory or hub id>, or model_type=<family>; or start: config=quickstart"
+        problems.append(SwiftFP8Error("no model to train", where=where, fix=fix))
+    if not config.dataset:
+        fix = "add dataset=<file, hub id or registered name>"
+        problems.append(SwiftFP8Error("no dataset to train on", where=where, fix=fix))
+    raise_all(problems)
 
 
 def config_from_mapping(mapping: Mapping[str, Any], *, where: str | None = None) -> Config:
@@ -178,6 +192,16 @@ def _compose(recipe: Path | None, overrides: Sequence[Override], *, check: bool)
         recipe_path=recipe,
         notes=_notes(config, provenance),
     )
+
+
+def _from_python(key: str, value: Any) -> Iterator[Override]:
+    """A Python value as overrides, one for each leaf, with the tokens that mean the same."""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _from_python(f"{key}.{name}", item)
+    else:
+        origin = f"Python argument {key}={value!r}"
+        yield Override(key=key, value=value, text=to_token(key, value), origin=origin)
 
 
 def _split_choices(

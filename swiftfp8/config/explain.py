@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def diff_configs(first: str, second: str) -> list[tuple[str, Any, Any]]:
 
 
 def list_configs() -> dict[str, list[tuple[str, str]]]:
-    """What `config=`, the groups, `model_type` and `dataset` can be: (name, first comment)."""
+    """What `config=`, the groups, `model_type` and `dataset` can be: (name, about)."""
     folders = {
         "recipes (config=)": recipes_dir(),
         **{f"{group} options ({group}=)": configs_dir() / group for group in GROUPS},
@@ -70,7 +71,7 @@ def list_configs() -> dict[str, list[tuple[str, str]]]:
         "data sets (dataset=)": configs_dir() / "dataset",
     }
     return {
-        title: [(name, first_comment(folder / f"{name}.yaml")) for name in yaml_names(folder)]
+        title: [(name, about(folder / f"{name}.yaml")) for name in yaml_names(folder)]
         for title, folder in folders.items()
     }
 
@@ -95,12 +96,15 @@ def copy_recipe(name: str, destination: str | None) -> Path:
     return target
 
 
-def first_comment(path: Path) -> str:
-    """The first comment line of a YAML file that says something."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        text = line.lstrip("#").strip()
-        if line.startswith("#") and text and not text.startswith("@"):
-            return text
+def about(path: Path) -> str:
+    """What a YAML file says of itself: its description, or its first comment but the command."""
+    text = path.read_text(encoding="utf-8")
+    described = re.search(r"^description: *(.+)$", text, re.MULTILINE)
+    if described:
+        return described[1]
+    for line in re.findall(r"^# ?(.*)$", text, re.MULTILINE):
+        if line.strip() and not line.startswith(("@", "swiftfp8 ")):
+            return str(line).strip()
     return ""
 
 

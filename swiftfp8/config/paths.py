@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 GROUPS = ("precision", "tuner", "train", "export")
@@ -38,6 +40,15 @@ def group_options(group: str, recipe: Path | None = None) -> list[str]:
     """Names that an option group offers, with those of the recipe's own folder."""
     own = yaml_names(recipe.parent / group) if recipe else []
     return sorted({*own, *yaml_names(configs_dir() / group)})
+
+
+def model_types() -> list[str]:
+    """Every name and alias of a model family."""
+    folder = configs_dir() / "model"
+    names = set(yaml_names(folder))
+    for path in folder.glob("*.yaml"):
+        names.update((yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("aliases", ()))
+    return sorted(names)
 
 
 def _packaged(inside: str, beside: str) -> Path:

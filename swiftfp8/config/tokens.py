@@ -58,6 +58,25 @@ def split_token(token: str) -> tuple[str, str]:
     return key, text
 
 
+def take(tokens: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The values of `names` among the tokens, as typed or unquoted, and the other tokens."""
+    taken: dict[str, str] = {}
+    rest: list[str] = []
+    for token in tokens:
+        key, equals, text = token.partition("=")
+        if equals and key in names:
+            quoted = unquote(text)
+            taken[key] = text if quoted is None else quoted
+        else:
+            rest.append(token)
+    return taken, rest
+
+
+def to_token(key: str, value: Any) -> str:
+    """The command-line token that sets `key` to `value`."""
+    return f"{key}={_written(value)}"
+
+
 def unquote(text: str) -> str | None:
     """The text between a pair of quotes that spans all of `text`, or None."""
     body = text.strip()
@@ -155,6 +174,17 @@ def _read_by_hydra(text: str, token: str) -> list[tuple[Any, str]]:
     except HydraException:
         parts = _split_commas(text, token)  # complains about open brackets and quotes
         return [(_scalar_text(part), part) for part in parts]
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_written(item) for item in value)}]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    text = str(value)
+    plain = not set(text) & set(",'\"[]{}()") and text == text.strip() and text != "null"
+    escaped = text.replace("'", "\\'")
+    return text if plain else f"'{escaped}'"
 
 
 def _shown(value: Any) -> str:

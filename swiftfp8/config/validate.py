@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from swiftfp8.config.fields import field_docs, schema_groups, unknown_key
-from swiftfp8.config.paths import configs_dir, group_options, yaml_names
+from swiftfp8.config.paths import configs_dir, group_options, model_types, yaml_names
 from swiftfp8.config.schema import Config
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.registry import suggest, unknown
@@ -74,10 +74,8 @@ def _missing_names(
     tree: Mapping[str, Any], provenance: Mapping[str, str]
 ) -> Iterator[SwiftFP8Error]:
     family = tree.get("model_type")
-    families = yaml_names(configs_dir() / "model")
-    if isinstance(family, str) and family not in families:
-        where = _where("model_type", provenance, None)
-        yield unknown("model_type", family, families, where=where)
+    if isinstance(family, str) and family.lower() not in map(str.lower, names := model_types()):
+        yield unknown("model_type", family, names, where=_where("model_type", provenance, None))
     template = tree.get("template")
     if isinstance(template, str) and not Path(template).expanduser().is_file():
         where = _where("template", provenance, None)

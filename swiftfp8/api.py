@@ -1,0 +1,92 @@
+"""The Python face of the pipeline: the same configuration, plan, training and export.
+
+from swiftfp8 import SftArguments, Trainer
+
+arguments = SftArguments(model_type="qwen3", dataset="rows.jsonl", dtype="fp8", lora_rank=64)
+trainer = Trainer(arguments)
+trainer.train()
+trainer.export_model()
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swiftfp8.config.compose import Composed, compose_arguments, require_inputs
+from swiftfp8.config.schema import Config
+from swiftfp8.config.tokens import to_token
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.requests import ExportRequest
+
+if TYPE_CHECKING:
+    from swiftfp8.export.report import ExportReport
+    from swiftfp8.plan import Plan
+    from swiftfp8.train.trainer import TrainResult
+
+
+class SftArguments:
+    """The options of a run, checked when they are given.
+
+    Args:
+        config: a recipe to start from: a packaged name or a path.
+        arguments: any key of the configuration (`swiftfp8 config explain KEY`); groups as dicts
+            (`precision={"strict": True}`) or as the name of an option (`precision="fp8_block"`).
+
+    Raises:
+        SwiftFP8Error: unknown or ill-typed arguments, all of them at once.
+    """
+
+    def __init__(self, config: str | None = None, **arguments: Any) -> None:
+        self.composed: Composed = compose_arguments(config, arguments)
+
+    @property
+    def config(self) -> Config:
+        """Every option, typed, with its default where it was not given."""
+        return self.composed.config
+
+    def __repr__(self) -> str:
+        return f"SftArguments({', '.join(self.composed.overrides)})"
+
+
+class Trainer:
+    """Plans, trains and exports what the arguments describe."""
+
+    def __init__(self, arguments: SftArguments) -> None:
+        require_inputs(arguments.composed)
+        self.arguments = arguments
+        self.run_dir: Path | None = None
+
+    def plan(self, hardware: str | None = None) -> Plan:
+        """Print and return what each layer gets here, or on `hardware` (such as "h200")."""
+        from swiftfp8 import pipeline
+
+        return pipeline.plan(self.arguments.composed, hardware)
+
+    def train(self) -> TrainResult:
+        """Train, and leave the export to `export_model`."""
+        from swiftfp8 import pipeline
+        from swiftfp8.export.request import check_target_after_training
+
+        check_target_after_training(self.arguments.config)
+        config = replace(self.arguments.config, export_dir=None, export_quantization_bit=None)
+        result = pipeline.train(replace(self.arguments.composed, config=config))
+        self.run_dir = result.run_dir
+        return result
+
+    def export_model(self, run_dir: str | Path | None = None) -> ExportReport:
+        """Export what was trained (or `run_dir`) as the arguments say, and verify it."""
+        from swiftfp8 import pipeline
+
+        run = run_dir or self.run_dir
+        if run is None:
+            fix = "call train() first, or give run_dir"
+            raise SwiftFP8Error("nothing to export yet", where="export_model", fix=fix)
+        config = self.arguments.config
+        values = {
+            "export_dir": config.export_dir,
+            "export_quantization_bit": config.export_quantization_bit,
+        }
+        overrides = tuple(to_token(key, value) for key, value in values.items())
+        return pipeline.export(ExportRequest(run=str(run), overrides=overrides))

@@ -1,0 +1,220 @@
+"""The command line: parse, call the pipeline, print.
+
+Everything heavy is imported inside the commands, so that `--help` and completion answer at once.
+Tokens are `key=value`; `swiftfp8.config` gives them their meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from swiftfp8 import __version__
+from swiftfp8.cli_config import config_app
+from swiftfp8.cli_tokens import Tokens, check_keys, read_values
+from swiftfp8.failures import guarded
+
+if TYPE_CHECKING:
+    from swiftfp8.config.compose import Composed
+
+app = typer.Typer(
+    name="swiftfp8",
+    help="Fine-tune large language models in FP8, and export checkpoints that inference engines "
+    "load. Options are key=value tokens: swiftfp8 train config=quickstart lora_rank=16",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its markup would swallow the [key=value] of the help texts
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(config_app, name="config")
+
+SOURCE_KEYS = ("run", "model", "adapter", "checkpoint")
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="swiftfp8")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"swiftfp8 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    """Hold the options of the program itself."""
+
+
+@app.command()
+@guarded
+def train(
+    tokens: Tokens = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+) -> int:
+    """Fine-tune a model: config=<recipe or path> [key=value ...]
+
+    A comma list of values is a sweep: learning_rate=1e-4,2e-4 trains twice.
+    """
+    from rich.console import Console
+
+    from swiftfp8.config.compose import require_inputs
+    from swiftfp8.sweep import member_names, print_runs, run_sweep
+
+    members = _compose_members(tokens or [])
+    require_inputs(members[0])
+    console = Console()
+    if len(members) > 1 and not dry_run:
+        return run_sweep(members, console)
+    from swiftfp8 import pipeline
+
+    if dry_run:
+        if len(members) > 1:
+            print_runs(member_names(members), console)
+        for member in members:
+            pipeline.plan(member, None)
+        return 0
+    result = pipeline.train(members[0])
+    return 130 if result.interrupted else 0
+
+
+@app.command()
+@guarded
+def plan(tokens: Tokens = None) -> None:
+    """Print what each layer would get, and why: config=... [hardware=a100]
+
+    hardware= plans for another machine: a name such as h200, or <name>:<sm>:<GiB>.
+    """
+    from swiftfp8.config.tokens import take
+
+    taken, rest = take(tokens or [], ("hardware",))
+    members = _compose_members(rest)
+    from swiftfp8 import pipeline
+
+    for member in members:
+        pipeline.plan(member, taken.get("hardware"))
+
+
+@app.command()
+@guarded
+def export(tokens: Tokens = None) -> None:
+    """Write a checkpoint for inference: run=<run directory>
+
+    Or of a model and an adapter: model=<dir> [adapter=<dir>] export_dir=<new directory>. Of a run
+    the best checkpoint is taken, or checkpoint=last. Options: export.format=bf16 and others.
+    """
+    request = _export_request(tokens or [])
+    from swiftfp8 import pipeline
+
+    pipeline.export(request)
+
+
+@app.command()
+@guarded
+def merge(tokens: Tokens = None) -> None:
+    """Merge an adapter into its BF16 model: run=<run directory>
+
+    Or model=<dir> adapter=<dir> export_dir=<new directory>.
+    """
+    request = _export_request(tokens or [])
+    from swiftfp8 import pipeline
+
+    pipeline.merge(request)
+
+
+@app.command()
+@guarded
+def infer(tokens: Tokens = None) -> None:
+    """Chat: run=<run directory>, or model=<directory, an export's too>
+
+    Keys: adapter= checkpoint= prompt= system= max_new_tokens= temperature= top_p= seed=. Without
+    prompt= the chat is interactive.
+    """
+    from swiftfp8.requests import InferRequest
+
+    request = read_values(InferRequest, tokens or [])
+    from swiftfp8 import pipeline
+
+    pipeline.infer(request)
+
+
+@app.command()
+@guarded
+def doctor() -> int:
+    """Say what this machine can do, and what to install
+
+    The exit code is 0 where FP8 is ready, 3 where it is not.
+    """
+    from swiftfp8 import pipeline
+
+    return pipeline.doctor()
+
+
+@app.command()
+@guarded
+def models() -> None:
+    """List the model families that model_type= takes."""
+    from swiftfp8.models.family import load_families
+
+    families = load_families().values()
+    rows = [
+        (family.name, ", ".join(family.aliases), family.default_model or "", family.notes)
+        for family in families
+    ]
+    _print_table(("model_type", "also", "default model", "notes"), rows)
+
+
+@app.command()
+@guarded
+def datasets() -> None:
+    """List the registered data sets that dataset= takes."""
+    import yaml
+
+    from swiftfp8.config.paths import configs_dir, yaml_names
+
+    folder = configs_dir() / "dataset"
+    rows = []
+    for name in yaml_names(folder):
+        entry: dict[str, Any] = yaml.safe_load((folder / f"{name}.yaml").read_text("utf-8"))
+        rows.append((name, entry.get("description", ""), entry.get("licence", "")))
+    _print_table(("dataset", "what it holds", "licence"), rows)
+
+
+def _compose_members(tokens: Sequence[str]) -> list[Composed]:
+    from swiftfp8.cli_tokens import print_notes
+    from swiftfp8.config.compose import compose_sweep
+    from swiftfp8.config.tokens import take
+
+    taken, rest = take(tokens, ("config",))
+    members = compose_sweep(taken.get("config"), rest)
+    print_notes(members)
+    return members
+
+
+def _export_request(tokens: Sequence[str]) -> Any:
+    from swiftfp8.config.tokens import take
+    from swiftfp8.requests import ExportRequest
+
+    taken, rest = take(tokens, SOURCE_KEYS)
+    check_keys(rest, also=SOURCE_KEYS)
+    return ExportRequest(**taken, overrides=tuple(rest))
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
