@@ -28,7 +28,7 @@ attention and SwiGLU; norms compute in FP32 and save their FP32 input):
 With gradient checkpointing each layer keeps its input alone, ch, and one layer at a time is
 recomputed; that layer's share counts only where it exceeds the logits, which are gone by then.
 
-**Logits.** The loss upcasts them: FP32 log-softmax and two gradients in flight, 12 bytes a value, of
+**Logits.** The loss upcasts them: FP32 log-softmax and two gradients in flight, 12 bytes each, of
 T x V values. Gradients are counted in full beside them, as from the second micro-batch of an
 accumulation on; without accumulation a full fine-tune peaks lower by about that much.
 
