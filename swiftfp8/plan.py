@@ -114,6 +114,12 @@ class Plan:
     fallbacks: tuple[Fallback, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def weight_dtype(self) -> str:
+        """What the weights are loaded in: FP32 masters where FP16 would train them all."""
+        scaled = self.compute_dtype == "fp16" and self.tuner == "full"
+        return "fp32" if scaled else self.compute_dtype
+
 
 def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     """Decide precision, adapters and batch shape for every linear of `meta` on `hardware`.

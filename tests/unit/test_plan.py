@@ -374,6 +374,14 @@ def test_full_tuning_trains_every_weight_and_has_no_adapters() -> None:
     assert all(found.trainable and not found.lora for found in plan.layers)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "tuner", "dtype"),
+    [("v100", "full", "fp32"), ("v100", "lora", "fp16"), ("h200", "full", "bf16")],
+)
+def test_fp16_trains_fp32_masters(hardware: str, tuner: str, dtype: str) -> None:
+    assert plan_for(hardware, tuner=tuner).weight_dtype == dtype
+
+
 # --- options ------------------------------------------------------------------------------------
 
 
