@@ -1,1 +1,180 @@
-"""config → plan → load → inject → train → export, and nothing else."""
+"""config → plan → load → inject → train → export: the diagram, as code.
+
+Each public function runs one command. A stage takes plain values from the one before it; nothing
+reaches back. Heavy imports sit inside the functions, so that a plan for a mistyped recipe fails
+at once.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from swiftfp8.config.compose import Composed
+from swiftfp8.config.schema import Config
+from swiftfp8.hardware import Hardware, parse_hardware, probe
+from swiftfp8.plan import Plan, build_plan
+from swiftfp8.report.plan_table import plan_to_dict, precision_report, print_plan
+from swiftfp8.requests import ExportRequest, InferRequest
+
+if TYPE_CHECKING:
+    from swiftfp8.export.report import ExportReport
+    from swiftfp8.models.source import ModelSource
+    from swiftfp8.train.trainer import TrainResult
+
+
+def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
+    """Plan, load, inject and train; then export, where the configuration asks for it."""
+    from swiftfp8.data.dataset import load_datasets
+    from swiftfp8.export.request import check_target_after_training, exports_after_training
+    from swiftfp8.inject import inject_precision
+    from swiftfp8.models.load import load_model, load_tokenizer
+    from swiftfp8.train.checkpoint import find_resume
+    from swiftfp8.train.run_dir import start_run
+    from swiftfp8.train.trainer import run_training
+
+    console = console or Console()
+    config = composed.config
+    resume_from = (
+        find_resume(Path(config.resume_from_checkpoint)) if config.resume_from_checkpoint else None
+    )
+    check_target_after_training(config)
+    source, made = _plan(config, probe())
+    print_plan(made, console)
+
+    tokenizer = load_tokenizer(source, config.template)
+    datasets = load_datasets(config, tokenizer, made.fp8_token_multiple)
+    _print_lines(console, datasets.report.summary_lines())
+
+    run_dir = start_run(
+        composed, source.name, plan=plan_to_dict(made), precision_report=precision_report(made)
+    )
+    with _kept_once_begun(run_dir):
+        _print_lines(console, [f"run directory: {run_dir}"])
+        model = load_model(
+            source,
+            made.weight_dtype,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
+        model = inject_precision(model, made, made.device)
+        result = run_training(
+            model, tokenizer, datasets, made, config, run_dir, resume_from, console=console
+        )
+
+    if exports_after_training(config) and not result.interrupted:
+        del model
+        _free_memory()
+        export(ExportRequest(run=str(result.run_dir)), console=console)
+    return result
+
+
+def plan(
+    composed: Composed, hardware: str | None = None, *, console: Console | None = None
+) -> Plan:
+    """What `train` would do here, or on `hardware`, printed. Nothing is loaded."""
+    machine = parse_hardware(hardware) if hardware else probe()
+    _, made = _plan(composed.config, machine)
+    print_plan(made, console or Console())
+    return made
+
+
+def export(request: ExportRequest, *, console: Console | None = None) -> ExportReport:
+    """Merge, quantize, write and verify what a run, or a model and an adapter, hold."""
+    from swiftfp8.export.export import export_checkpoint
+    from swiftfp8.export.request import resolve_request
+
+    console = console or Console()
+    job = resolve_request(request, console=console)
+    report = export_checkpoint(
+        job.model_dir, job.adapter_dir, job.export_dir, job.settings, job.context
+    )
+    console.print(report)
+    return report
+
+
+def merge(request: ExportRequest, *, console: Console | None = None) -> ExportReport:
+    """`export` in BF16: the adapter merged into the model, nothing quantized."""
+    from swiftfp8.export.export import merge_checkpoint
+    from swiftfp8.export.request import resolve_request
+
+    console = console or Console()
+    job = resolve_request(request, console=console, default_name="merged")
+    report = merge_checkpoint(
+        job.model_dir, job.adapter_dir, job.export_dir, job.settings, job.context
+    )
+    console.print(report)
+    return report
+
+
+def infer(request: InferRequest) -> None:
+    """Chat with a run, an adapter on its base, or an export; the reply is streamed."""
+    from swiftfp8.export.request import locate
+    from swiftfp8.infer import Sampling, chat
+
+    model_dir, adapter_dir = locate(
+        run=request.run,
+        model=request.model,
+        adapter=request.adapter,
+        checkpoint=request.checkpoint,
+    )
+    chat(
+        model_dir,
+        adapter_dir,
+        prompt=request.prompt,
+        system=request.system,
+        sampling=Sampling(
+            max_new_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+        ),
+        trust_remote_code=request.trust_remote_code,
+    )
+
+
+def doctor(console: Console | None = None) -> int:
+    """Report what this machine can do: 0 where FP8 is ready, 3 where it is not."""
+    from swiftfp8 import doctor as stage
+
+    return stage.doctor(console or Console())
+
+
+def _plan(config: Config, hardware: Hardware) -> tuple[ModelSource, Plan]:
+    from swiftfp8.models.load import load_meta
+    from swiftfp8.models.source import resolve_source
+
+    source = resolve_source(config)
+    return source, build_plan(config, hardware, load_meta(source, config))
+
+
+@contextmanager
+def _kept_once_begun(run_dir: Path) -> Iterator[None]:
+    """Remove a run directory in which nothing was trained yet when an error ends the run."""
+    from swiftfp8.train.run_dir import discard_run, release_run
+
+    try:
+        yield
+    except BaseException:
+        discard_run(run_dir)
+        raise
+    finally:
+        release_run(run_dir)
+
+
+def _print_lines(console: Console, lines: list[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _free_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
