@@ -18,6 +18,7 @@ from swiftfp8.models.quiet import quiet_transformers
 log = logging.getLogger(__name__)
 
 _SPACE = "\u2581"  # how sentencepiece vocabularies spell a space
+_SPACES = (_SPACE, "\u0120")  # the second: byte-level vocabularies
 # Frequent English words: every vocabulary that was learned holds most of them as one token.
 _COMMON_WORDS = ("the", "and", "that", "with", "from", "have", "this", "which", "their", "people")
 
@@ -54,9 +55,9 @@ def _convert(file: Path, folder: Path) -> None:
             ),
         )
         if info["missing_keys"]:
+            missing = ", ".join(sorted(info["missing_keys"])[:4])
             raise SwiftFP8Error(
-                f"the GGUF file lacks weights of its model: {', '.join(sorted(info['missing_keys'])[:5])}",
-                where=str(file),
+                f"the GGUF file lacks weights of its model: {missing}", where=str(file)
             )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -72,14 +73,7 @@ def _read(file: Path, load: Any) -> Any:
             where=str(file),
             fix="pip install gguf accelerate",
         ) from error
-    except (
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        RuntimeError,
-        NotImplementedError,
-    ) as error:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise SwiftFP8Error(
             f"the GGUF file can't be converted: {reason}",
@@ -100,7 +94,7 @@ def _load_tokenizer(file: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             file.parent, gguf_file=file.name, local_files_only=True
         )
-    if _splits_common_words(tokenizer):
+    if _splits_common_words(tokenizer) and type(tokenizer).__name__.startswith("Gemma"):
         tokenizer = _rebuild_from_vocabulary(tokenizer)
     if _splits_common_words(tokenizer):
         raise ValueError("its tokenizer comes out wrong in this version of transformers")
@@ -110,14 +104,18 @@ def _load_tokenizer(file: Path) -> Any:
 def _splits_common_words(tokenizer: Any) -> bool:
     """Whether words that are one token of the vocabulary are cut into several."""
     vocabulary = tokenizer.get_vocab()
-    words = [word for word in _COMMON_WORDS if _SPACE + word in vocabulary]
+    ids = {
+        word: vocabulary[space + word]
+        for word in _COMMON_WORDS
+        for space in _SPACES
+        if space + word in vocabulary
+    }
     cut = [
         word
-        for word in words
-        if vocabulary[_SPACE + word]
-        not in tokenizer(f"a {word}", add_special_tokens=False)["input_ids"]
+        for word, token in ids.items()
+        if token not in tokenizer.encode(f"a {word}", add_special_tokens=False)
     ]
-    return len(cut) > len(words) / 2
+    return len(cut) > len(ids) / 2
 
 
 def _rebuild_from_vocabulary(tokenizer: Any) -> Any:

@@ -90,7 +90,7 @@ def _from_modelscope(repo: str, patterns: tuple[str, ...]) -> Path:
 
 
 def _only_gguf(repo: str, hub: str) -> bool:
-    """Whether a repository without config.json holds exactly one GGUF file; several are an error."""
+    """Whether a repository holds exactly one GGUF file; several are an error."""
     if hub == "modelscope":
         return False
     from huggingface_hub import HfApi

@@ -17,10 +17,13 @@ from swiftfp8.models.checkpoint import check_checkpoint, read_config_json
 from swiftfp8.models.meta import LinearMeta, ModelMeta
 from swiftfp8.models.quiet import quiet_transformers
 from swiftfp8.models.source import ModelSource
+from swiftfp8.models.tokenizer import load_tokenizer, require_chat_template
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = ["load_meta", "load_model", "load_tokenizer", "read_hf_config", "require_chat_template"]
 
 log = logging.getLogger(__name__)
 
@@ -46,15 +49,14 @@ def load_meta(source: ModelSource, config: Config) -> ModelMeta:
         )
     heads = int(text.num_attention_heads)
     hidden = int(text.hidden_size)
+    intermediate = _first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
     return ModelMeta(
         name=source.name,
         family=source.family.name,
         path=source.path,
         architecture=type(model).__name__,
         hidden_size=hidden,
-        intermediate_size=int(
-            _first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
-        ),
+        intermediate_size=int(intermediate),
         num_layers=int(text.num_hidden_layers),
         num_heads=heads,
         num_kv_heads=int(_first(text, "num_key_value_heads") or heads),
@@ -77,7 +79,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with its weights in `dtype` ("bf16", "fp16", "fp32") on `device`.
 
-    Shards are read one tensor at a time, so the peak is the model's own size. The key/value cache is
+    Shards are read tensor by tensor, so the peak is the model's own size. The key/value cache is
     off, as training wants it. Raises SwiftFP8Error where a weight is missing or of another shape.
     """
     import torch
@@ -122,6 +124,8 @@ def read_hf_config(path: Path, trust_remote_code: bool = False) -> PretrainedCon
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    mistakes = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
+
     where = str(path / "config.json")
     remote = "AutoConfig" in (raw.get("auto_map") or {})
     if raw["model_type"] not in CONFIG_MAPPING and not remote:
@@ -136,14 +140,7 @@ def read_hf_config(path: Path, trust_remote_code: bool = False) -> PretrainedCon
         return AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        StrictDataclassError,
-    ) as error:
+    except mistakes as error:
         raise SwiftFP8Error(
             f"config.json doesn't describe a model: {_first_line(error)}", where=where
         ) from error

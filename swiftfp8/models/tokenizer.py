@@ -27,15 +27,15 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The model's tokenizer, padding on the right.
 
-    `template` is a Jinja file, or the name of a packaged template (`chatml`, `gemma`), that replaces
-    the tokenizer's own. Raises SwiftFP8Error where the tokenizer is missing or unreadable.
+    `template` is a Jinja file, or the name of a packaged template (`chatml`, `gemma`), that
+    replaces the tokenizer's own. Raises SwiftFP8Error where the tokenizer is missing or unreadable.
     """
     path = source.path
     if not _has_tokenizer(path):
         raise SwiftFP8Error(
             "the model directory has no tokenizer",
             where=str(path),
-            fix="copy tokenizer.json and tokenizer_config.json from the model that it was made from",
+            fix="copy tokenizer.json and tokenizer_config.json from the original model",
         )
     from transformers import AutoTokenizer
 
