@@ -1,0 +1,276 @@
+"""Rows to token ids and labels, with a loss on the assistant's words only.
+
+The tokenizer's own chat template renders the conversation; `spans.py` finds the assistant's turns
+in the text; the tokenizer's offsets carry characters over to tokens. A turn is trained with the
+token that ends it: the special token that follows, or the end-of-sequence token where the template
+writes none after the last turn. Everything else is -100 in the labels.
+
+A template that marks the assistant's words itself (`{% generation %}`) is taken at its word. Plain
+text is trained whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+
+from swiftfp8.data.files import BadPlace, shorten
+from swiftfp8.data.formats import BadRow, Content, Message
+from swiftfp8.data.lengths import MASKED, Fitted, Pair, fit_rows
+from swiftfp8.data.spans import Span, SpanFinder
+from swiftfp8.errors import SwiftFP8Error
+
+_BATCH = 512
+_CHECKED = 64  # rows whose labels are decoded and compared; characters are compared in all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A converted row: turns or plain text, and where it came from."""
+
+    content: Content
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeSettings:
+    """`whole` trains every token of conversations too."""
+
+    max_length: int
+    truncation: str
+    system: str | None
+    whole: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenized:
+    """What `examples` rows became: those that fit, and those that can't be used."""
+
+    examples: int
+    fitted: Fitted
+    bad: tuple[BadPlace, ...]
+
+
+def tokenize_rows(
+    examples: Sequence[Example], tokenizer: Any, settings: TokenizeSettings
+) -> Iterator[Tokenized]:
+    """Tokenize examples a few hundred at a time, so that the caller can show progress.
+
+    Raises:
+        SwiftFP8Error: no chat template for conversations, or a mask that doesn't hold the
+            assistant's words.
+    """
+    encoder = _Encoder(tokenizer, settings)
+    for start in range(0, len(examples), _BATCH):
+        yield encoder.encode(examples[start : start + _BATCH])
+
+
+class _Encoder:
+    def __init__(self, tokenizer: Any, settings: TokenizeSettings) -> None:
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.special = {
+            index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+        } | set(tokenizer.all_special_ids)
+        self.finder = SpanFinder(self._render)
+        self.marks_itself: bool | None = None
+        self.seen = 0
+
+    def encode(self, examples: Sequence[Example]) -> Tokenized:
+        bad: list[BadPlace] = []
+        texts = [example for example in examples if isinstance(example.content, str)]
+        chats = [example for example in examples if not isinstance(example.content, str)]
+        pairs = [*self._encode_texts(texts), *self._encode_chats(chats, bad)]
+        fitted = fit_rows(pairs, self.settings.max_length, self.settings.truncation)
+        return Tokenized(examples=len(examples), fitted=fitted, bad=tuple(bad))
+
+    def _encode_texts(self, examples: list[Example]) -> Iterator[Pair]:
+        if not examples:
+            return
+        encoded = self._tokenize([str(example.content) for example in examples], plain=True)
+        for ids in encoded["input_ids"]:
+            yield self._whole(ids)
+
+    def _whole(self, ids: list[int]) -> Pair:
+        eos = self.tokenizer.eos_token_id
+        closed = ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
+        row = np.asarray(closed, dtype=np.int32)
+        return row, row.copy()
+
+    def _encode_chats(self, examples: list[Example], bad: list[BadPlace]) -> Iterator[Pair]:
+        if not examples:
+            return
+        if self.marks_itself is None:
+            self.marks_itself = _has_generation(_template(self.tokenizer))
+        found: list[tuple[Example, str, list[Span]]] = []
+        for example in examples:
+            try:
+                messages = self._with_system(example.content)
+                rendered, spans = self._spans(messages)
+            except (BadRow, TemplateError) as error:
+                bad.append(BadPlace(where=example.where, reason=_reason(error)))
+                continue
+            found.append((example, rendered, spans))
+        if not found:
+            return
+        encoded = self._tokenize([rendered for _, rendered, _ in found], plain=False)
+        for k, (example, rendered, spans) in enumerate(found):
+            ids = encoded["input_ids"][k]
+            if self.settings.whole:
+                yield self._whole(ids)
+            else:
+                yield self._masked(ids, encoded.encodings[k], rendered, spans, example.where)
+
+    def _spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
+        if self.marks_itself and not self.settings.whole:
+            return _marked_spans(self.tokenizer, messages)
+        rendered = self._render(messages)
+        return rendered, [] if self.settings.whole else self.finder.find(messages, rendered)
+
+    def _masked(
+        self, ids: list[int], encoding: Any, rendered: str, spans: list[Span], where: str
+    ) -> Pair:
+        row = np.asarray(ids, dtype=np.int32)
+        labels = np.full(len(ids), MASKED, dtype=np.int32)
+        for start, end in spans:
+            first, last = _token_range(encoding, rendered, start, end)
+            self._check(encoding, rendered, (start, end), (first, last), ids, where)
+            closed = self.special.intersection(ids[first:last])  # `{% generation %}` may hold it
+            stop = last if closed else self._end_of_turn(ids, encoding, rendered, end, last)
+            labels[first:stop] = row[first:stop]
+        tail_is_open = bool(spans) and labels[-1] != MASKED and ids[-1] not in self.special
+        if tail_is_open and self.tokenizer.eos_token_id is not None:
+            eos = np.asarray([self.tokenizer.eos_token_id], dtype=np.int32)
+            return np.concatenate([row, eos]), np.concatenate([labels, eos])
+        return row, labels
+
+    def _end_of_turn(
+        self, ids: list[int], encoding: Any, rendered: str, end: int, last: int
+    ) -> int:
+        """One past the special token that follows the turn with only blanks between, or `last`."""
+        for at in range(last, min(last + 3, len(ids))):
+            chars = encoding.token_to_chars(at)
+            if ids[at] in self.special:
+                between = rendered[end : chars[0]] if chars else ""
+                return at + 1 if not between.strip() else last
+        return last
+
+    def _check(
+        self,
+        encoding: Any,
+        rendered: str,
+        span: Span,
+        tokens: tuple[int, int],
+        ids: list[int],
+        where: str,
+    ) -> None:
+        """The chosen tokens hold the turn, and beyond it nothing but blanks."""
+        first, last = tokens
+        wanted = rendered[span[0] : span[1]].strip()
+        start = encoding.token_to_chars(first)[0] if first < last else span[0]
+        end = encoding.token_to_chars(last - 1)[1] if first < last else span[0]
+        got = rendered[start:end].strip()
+        if got == wanted and self.seen < _CHECKED:
+            self.seen += 1
+            decoded = self.tokenizer.decode(
+                ids[first:last], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            got = wanted if _same(decoded, wanted) else decoded
+        if got != wanted:
+            raise SwiftFP8Error(
+                f"the loss mask would train `{shorten(got)}` for the answer `{shorten(wanted)}`",
+                where=where,
+                fix="the tokenizer joins the answer with the template's text: change the template "
+                "(template=FILE), so that a special token or a line break stands between",
+            )
+
+    def _with_system(self, content: Content) -> list[Message]:
+        assert not isinstance(content, str)
+        if self.settings.system is None or content[0]["role"] == "system":
+            return content
+        return [{"role": "system", "content": self.settings.system}, *content]
+
+    def _render(self, messages: list[Message]) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False)
+
+    def _tokenize(self, texts: list[str], *, plain: bool) -> Any:
+        """Plain text gets the tokenizer's own first token; a template writes it itself."""
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=plain,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        if not plain and encoded.encodings is None:
+            raise SwiftFP8Error(
+                f"{type(self.tokenizer).__name__} does not say which characters a token covers",
+                where="tokenizer",
+                fix="use the model's fast tokenizer (a tokenizer.json in its folder)",
+            )
+        return encoded
+
+
+def _template(tokenizer: Any) -> str:
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        raise SwiftFP8Error(
+            "the tokenizer has no chat template, and the rows are conversations",
+            where="template",
+            fix="set template=FILE.jinja, use an instruction-tuned model, or train on plain text",
+        ) from error
+
+
+def _has_generation(template: str) -> bool:
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
+
+def _marked_spans(tokenizer: Any, messages: list[Message]) -> tuple[str, list[Span]]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, spans = render_jinja_template(
+        conversations=[messages],
+        chat_template=tokenizer.get_chat_template(),
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    return rendered[0], [(start, end) for start, end in spans[0] if rendered[0][start:end].strip()]
+
+
+def _token_range(encoding: Any, rendered: str, start: int, end: int) -> tuple[int, int]:
+    """First and one past the last token that cover characters of the span.
+
+    Blanks may belong to no token where a tokenizer trims offsets, so the search moves inwards.
+    """
+    first = last = None
+    for at in range(start, end):
+        if (first := encoding.char_to_token(at)) is not None:
+            break
+    for at in range(end - 1, start - 1, -1):
+        if (last := encoding.char_to_token(at)) is not None:
+            break
+    if first is None or last is None:
+        raise SwiftFP8Error(
+            f"the tokenizer makes no token of the answer `{shorten(rendered[start:end])}`"
+        )
+    return first, last + 1
+
+
+def _same(decoded: str, wanted: str) -> bool:
+    """Equal but for blanks and characters that the tokenizer's normalizer changes."""
+    import unicodedata
+
+    plain = [unicodedata.normalize("NFKC", "".join(text.split())) for text in (decoded, wanted)]
+    return plain[0] == plain[1]
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TemplateError):
+        return f"the chat template refuses the row: {shorten(str(error), 120)}"
+    return str(error)

@@ -1,0 +1,266 @@
+"""Entries of the configuration to tokenized rows, their collator, and a report."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from swiftfp8.data.chat import Example, TokenizeSettings, tokenize_rows
+from swiftfp8.data.files import BadPlace
+from swiftfp8.data.formats import BadRow, choose_format, rename
+from swiftfp8.data.lengths import MASKED, Pair
+from swiftfp8.data.progress import tokenizing
+from swiftfp8.data.report import (
+    DataReport,
+    PartReport,
+    SourceReport,
+    bad_rows_error,
+    count_reasons,
+)
+from swiftfp8.data.sources import RowSet, read_entry
+from swiftfp8.errors import SwiftFP8Error, raise_all
+
+if TYPE_CHECKING:
+    import torch
+
+    from swiftfp8.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+
+class TokenRows:
+    """Map-style rows `{input_ids, labels}` in two flat arrays: 8 bytes a token."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        assert pairs
+        self.lengths = np.array([len(ids) for ids, _ in pairs], dtype=np.int64)
+        self._ends = np.cumsum(self.lengths)
+        self._ids = np.concatenate([ids for ids, _ in pairs])
+        self._labels = np.concatenate([labels for _, labels in pairs])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        end = self._ends[index]
+        start = end - self.lengths[index]
+        return {
+            "input_ids": self._ids[start:end].tolist(),
+            "labels": self._labels[start:end].tolist(),
+        }
+
+    @property
+    def trained_tokens(self) -> int:
+        """How many tokens have a loss."""
+        return int(np.count_nonzero(self._labels != MASKED))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collator:
+    """Pads rows on the right to one length, a multiple of `token_multiple`."""
+
+    pad_id: int
+    token_multiple: int = 1
+
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        """Tensors [rows, length] int64: input_ids, attention_mask, labels (-100 = no loss)."""
+        import torch
+
+        longest = max(len(row["input_ids"]) for row in rows)
+        length = -(-longest // self.token_multiple) * self.token_multiple
+        shape = (len(rows), length)
+        ids = torch.full(shape, self.pad_id, dtype=torch.long)
+        labels = torch.full(shape, MASKED, dtype=torch.long)
+        mask = torch.zeros(shape, dtype=torch.long)
+        for k, row in enumerate(rows):
+            size = len(row["input_ids"])
+            ids[k, :size] = torch.as_tensor(row["input_ids"])
+            labels[k, :size] = torch.as_tensor(row["labels"])
+            mask[k, :size] = 1
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """Rows to train and evaluate on."""
+
+    train: TokenRows
+    eval: TokenRows | None
+    collator: Collator
+    report: DataReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Converted:
+    examples: list[Example]
+    sources: tuple[SourceReport, ...]
+    bad: list[BadPlace]
+    total: int
+
+
+def load_datasets(config: Config, tokenizer: Any, token_multiple: int) -> Datasets:
+    """Read, check, convert and tokenize `dataset` and `val_dataset`.
+
+    Args:
+        config: `dataset val_dataset split_dataset_ratio task max_length system seed hub data.*`.
+        tokenizer: a fast Hugging Face tokenizer.
+        token_multiple: sequences are padded to a multiple of this (FP8 asks for 8, 16 or 128).
+
+    Raises:
+        SwiftFP8Error: what read_entry and tokenize_rows raise; bad rows where they aren't
+            skipped; no row left.
+    """
+    train = _convert(config.dataset, config, "dataset")
+    held: _Converted | None = None
+    eval_from = None
+    if config.val_dataset:
+        held, eval_from = _convert(config.val_dataset, config, "val_dataset"), "val_dataset"
+    elif config.split_dataset_ratio > 0:
+        train, held = _split(train, config.split_dataset_ratio, config.seed)
+        eval_from = f"{config.split_dataset_ratio:g} of dataset"
+    train_rows, train_report = _tokenize(train, tokenizer, config, "dataset")
+    eval_rows = eval_report = None
+    if held is not None:
+        eval_rows, eval_report = _tokenize(held, tokenizer, config, eval_from or "")
+    pad = tokenizer.pad_token_id
+    pad = tokenizer.eos_token_id if pad is None else pad
+    return Datasets(
+        train=train_rows,
+        eval=eval_rows,
+        collator=Collator(pad_id=0 if pad is None else pad, token_multiple=token_multiple),
+        report=DataReport(train=train_report, eval=eval_report, eval_from=eval_from),
+    )
+
+
+def _convert(entries: Sequence[str], config: Config, key: str) -> _Converted:
+    """Read all entries, each row in its format. Problems of several entries come together."""
+    if not entries:
+        raise SwiftFP8Error(
+            "there is nothing to train on", where=key, fix="set dataset=FILE or dataset=quickstart"
+        )
+    problems: list[SwiftFP8Error] = []
+    found: list[RowSet] = []
+    for entry in entries:
+        try:
+            found += read_entry(entry, hub=config.hub, seed=config.seed)
+        except SwiftFP8Error as error:
+            problems.append(error)
+    raise_all(problems)
+    examples: list[Example] = []
+    sources: list[SourceReport] = []
+    bad: list[BadPlace] = []
+    for rows in found:
+        bad += rows.bad
+        if len(rows.rows):
+            sources.append(_convert_rows(rows, config, examples, bad))
+    total = sum(len(rows.rows) + len(rows.bad) for rows in found)
+    _settle_bad(bad, total, config)
+    return _Converted(examples=examples, sources=tuple(sources), bad=bad, total=total)
+
+
+def _convert_rows(
+    rows: RowSet, config: Config, examples: list[Example], bad: list[BadPlace]
+) -> SourceReport:
+    columns = {**rows.columns, **config.data.columns}
+    first = rename(rows.rows[0], columns)
+    asked = config.data.format if config.data.format != "auto" else rows.format or "auto"
+    form, reason = choose_format(first, asked, where=rows.place(0))
+    if asked == rows.format:
+        reason = "named by the data set's file"
+    for index, row in enumerate(rows.rows):
+        try:
+            content = form.convert(rename(row, columns))
+        except BadRow as error:
+            bad.append(BadPlace(where=rows.place(index), reason=str(error)))
+        else:
+            examples.append(Example(content=content, where=rows.place(index)))
+    return SourceReport(
+        entry=rows.entry, where=rows.where, rows=len(rows.rows), format=form.name, reason=reason
+    )
+
+
+def _settle_bad(bad: list[BadPlace], total: int, config: Config) -> None:
+    """Bad rows stop the job, or are named in one warning."""
+    if bad and config.data.on_bad_row == "error":
+        raise bad_rows_error(bad, total)
+    if bad:
+        reasons = ", ".join(f"{n} x {reason}" for reason, n in count_reasons(bad).items())
+        log.warning(
+            "skipped %d bad rows of %d (%s); the first: %s", len(bad), total, reasons, bad[0].where
+        )
+
+
+def _split(rows: _Converted, ratio: float, seed: int) -> tuple[_Converted, _Converted]:
+    """Set aside a share of the rows, drawn by `seed`; both parts keep the rows' order."""
+    count = len(rows.examples)
+    aside = min(max(1, round(count * ratio)), count - 1)
+    if aside < 1:
+        raise SwiftFP8Error(
+            f"{count} row can't be split into training and evaluation",
+            where="split_dataset_ratio",
+            fix="add rows, set split_dataset_ratio=0, or name a val_dataset",
+        )
+    drawn = set(random.Random(seed).sample(range(count), aside))
+    kept = [example for k, example in enumerate(rows.examples) if k not in drawn]
+    held = [example for k, example in enumerate(rows.examples) if k in drawn]
+    return (
+        _Converted(examples=kept, sources=rows.sources, bad=rows.bad, total=rows.total),
+        _Converted(examples=held, sources=(), bad=[], total=len(held)),
+    )
+
+
+def _tokenize(
+    rows: _Converted, tokenizer: Any, config: Config, name: str
+) -> tuple[TokenRows, PartReport]:
+    settings = TokenizeSettings(
+        max_length=config.max_length,
+        truncation=config.data.truncation,
+        system=config.system,
+        whole=config.task == "pretrain",
+    )
+    pairs: list[Pair] = []
+    bad: list[BadPlace] = []
+    dropped: Counter[str] = Counter()
+    truncated = split = 0
+    with tokenizing(len(rows.examples)) as advance:
+        for done in tokenize_rows(rows.examples, tokenizer, settings):
+            pairs += done.fitted.pairs
+            bad += done.bad
+            dropped.update(done.fitted.dropped)
+            truncated += done.fitted.truncated
+            split += done.fitted.split
+            advance(done.examples)
+    _settle_bad(bad, rows.total, config)
+    if not pairs:
+        raise _nothing_left(dropped, bad, name)
+    if dropped:
+        reasons = ", ".join(f"{n} x {reason}" for reason, n in dropped.items())
+        log.warning("left out %d rows of %s: %s", sum(dropped.values()), name, reasons)
+    kept = TokenRows(pairs)
+    return kept, PartReport(
+        sources=rows.sources,
+        rows=len(kept),
+        tokens=int(kept.lengths.sum()),
+        trained_tokens=kept.trained_tokens,
+        longest=int(kept.lengths.max()),
+        truncated=truncated,
+        split=split,
+        dropped=dict(dropped),
+        skipped=count_reasons([*rows.bad, *bad]),
+    )
+
+
+def _nothing_left(dropped: Counter[str], bad: list[BadPlace], name: str) -> SwiftFP8Error:
+    reasons = [f"{n} rows {reason}" for reason, n in dropped.items()]
+    reasons += [f"{n} bad rows: {reason}" for reason, n in count_reasons(bad).items()]
+    return SwiftFP8Error(
+        f"no row is left to use: {'; '.join(reasons) or 'every row is bad'}",
+        where=name,
+        fix="raise max_length, or correct the rows",
+    )

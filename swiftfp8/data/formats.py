@@ -1,0 +1,250 @@
+"""Row formats: how the columns of a row become turns of a conversation, or plain text.
+
+A format is found from the columns of the first row, and says why it was taken. To add one, write
+its `detect` and `convert` and list it in `FORMATS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swiftfp8.data.files import shorten
+from swiftfp8.errors import SwiftFP8Error
+
+Row = Mapping[str, Any]
+Message = dict[str, str]
+Content = list[Message] | str
+
+
+class BadRow(ValueError):
+    """A row that can't be trained on; its text is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """`detect` gives the reason why a row has this format, or None; `convert` raises BadRow."""
+
+    name: str
+    needs: str
+    detect: Callable[[Row], str | None]
+    convert: Callable[[Row], Content]
+
+
+def choose_format(row: Row, asked: str, *, where: str) -> tuple[Format, str]:
+    """The format of the rows that begin with `row`, and why: asked for, or found from columns."""
+    known = {form.name: form for form in FORMATS}
+    if asked != "auto":
+        return known[asked], "asked for"
+    for form in FORMATS:
+        reason = form.detect(row)
+        if reason:
+            return form, reason
+    raise SwiftFP8Error(
+        f"no row format fits the columns {', '.join(map(str, row)) or '(none)'}",
+        where=where,
+        fix="rename columns, as data.columns={question: instruction, answer: output}; formats: "
+        + "; ".join(f"{form.name} ({form.needs})" for form in FORMATS),
+    )
+
+
+def rename(row: Row, columns: Mapping[str, str]) -> Row:
+    """`columns` maps old names to new ones; a renamed column replaces one of the new name."""
+    if not columns:
+        return row
+    kept = {key: value for key, value in row.items() if key not in columns}
+    return kept | {new: row[old] for old, new in columns.items() if old in row}
+
+
+def _detect_messages(row: Row) -> str | None:
+    for column in ("messages", "conversations", "conversation"):
+        turns = _decoded(row.get(column))
+        if _list_of(turns, "role", "content"):
+            return f"column '{column}' lists turns with 'role' and 'content'"
+    return None
+
+
+def _convert_messages(row: Row) -> Content:
+    column = next((c for c in ("messages", "conversations", "conversation") if c in row), None)
+    if column is None:
+        raise BadRow("no 'messages'")
+    turns = _turns(row, column)
+    messages = [
+        {"role": _role(turn.get("role"), _ROLES), "content": _content(turn.get("content"), k)}
+        for k, turn in enumerate(turns, start=1)
+    ]
+    return _checked(_with_system(row, messages))
+
+
+def _detect_sharegpt(row: Row) -> str | None:
+    for column in ("conversations", "conversation"):
+        if _list_of(_decoded(row.get(column)), "from", "value"):
+            return f"column '{column}' lists turns with 'from' and 'value'"
+    return None
+
+
+def _convert_sharegpt(row: Row) -> Content:
+    column = "conversations" if "conversations" in row else "conversation"
+    turns = _turns(row, column)
+    messages = [
+        {"role": _role(turn.get("from"), _SHAREGPT), "content": _content(turn.get("value"), k)}
+        for k, turn in enumerate(turns, start=1)
+    ]
+    return _checked(_with_system(row, messages))
+
+
+def _detect_alpaca(row: Row) -> str | None:
+    for question, answer in _PAIRS:
+        if question in row and answer in row:
+            return f"columns '{question}' and '{answer}'"
+    return None
+
+
+def _convert_alpaca(row: Row) -> Content:
+    question, answer = max(_PAIRS, key=lambda pair: (pair[0] in row) + (pair[1] in row))
+    asked = _string(row.get(question), question)
+    extra = _string(row.get("input") or "", "input")
+    messages: list[Message] = []
+    for k, pair in enumerate(_decoded(row.get("history")) or (), start=1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise BadRow(f"history item {k} is not a pair of question and answer")
+        messages.append({"role": "user", "content": _string(pair[0], f"history {k}")})
+        messages.append({"role": "assistant", "content": _string(pair[1], f"history {k}")})
+    messages.append({"role": "user", "content": f"{asked}\n{extra}" if extra.strip() else asked})
+    messages.append({"role": "assistant", "content": _string(row.get(answer), answer)})
+    return _checked(_with_system(row, messages))
+
+
+def _detect_text(row: Row) -> str | None:
+    return "column 'text'" if "text" in row else None
+
+
+def _convert_text(row: Row) -> Content:
+    text = _string(row.get("text"), "text")
+    if not text.strip():
+        raise BadRow("the text is empty")
+    return text
+
+
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+_SHAREGPT = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+_PAIRS = (
+    ("instruction", "output"),
+    ("query", "response"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+)
+
+FORMATS = (
+    Format(
+        name="messages",
+        needs="messages: role and content",
+        detect=_detect_messages,
+        convert=_convert_messages,
+    ),
+    Format(
+        name="sharegpt",
+        needs="conversations: from and value",
+        detect=_detect_sharegpt,
+        convert=_convert_sharegpt,
+    ),
+    Format(
+        name="alpaca",
+        needs="instruction, output; optional input, history, system",
+        detect=_detect_alpaca,
+        convert=_convert_alpaca,
+    ),
+    Format(name="text", needs="text", detect=_detect_text, convert=_convert_text),
+)
+
+
+def _decoded(value: Any) -> Any:
+    """A cell of a table may hold a list as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value
+    return value
+
+
+def _list_of(turns: Any, *keys: str) -> bool:
+    return (
+        isinstance(turns, list)
+        and bool(turns)
+        and isinstance(turns[0], Mapping)
+        and all(key in turns[0] for key in keys)
+    )
+
+
+def _turns(row: Row, column: str) -> list[Mapping[str, Any]]:
+    turns = _decoded(row.get(column))
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise BadRow(f"'{column}' is not a list of turns")
+    if not turns:
+        raise BadRow(f"'{column}' is empty")
+    return turns
+
+
+def _role(role: Any, known: Mapping[str, str]) -> str:
+    if role not in known:
+        raise BadRow(f"unknown role {role!r}; known: {', '.join(known)}")
+    return known[role]
+
+
+def _content(content: Any, turn: int) -> str:
+    """Text, or a list of parts that are all text."""
+    if isinstance(content, list):
+        parts = [p.get("text") if isinstance(p, Mapping) else p for p in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise BadRow(f"turn {turn} has parts that are not text")
+        return "".join(parts)
+    return _string(content, f"content of turn {turn}")
+
+
+def _string(value: Any, name: str) -> str:
+    if value is None:
+        raise BadRow(f"no {name}")
+    if not isinstance(value, str):
+        raise BadRow(f"{name} is not text: {shorten(repr(value), 40)}")
+    return value
+
+
+def _with_system(row: Row, messages: list[Message]) -> list[Message]:
+    system = row.get("system")
+    if system and messages[0]["role"] != "system":
+        return [{"role": "system", "content": _string(system, "system")}, *messages]
+    return messages
+
+
+def _checked(messages: list[Message]) -> list[Message]:
+    """System first if at all, a user's turn next, roles in turn, an answer last and none empty."""
+    turns = messages[1:] if messages[0]["role"] == "system" else messages
+    before = None
+    for message in turns:
+        role = message["role"]
+        if role == "system":
+            raise BadRow("a system turn that is not the first")
+        if before is None and role != "user":
+            raise BadRow(f"the first turn is the {role}'s, not the user's")
+        if role == before and role != "tool":
+            raise BadRow(f"two {role} turns in a row")
+        if role == "assistant" and not message["content"].strip():
+            raise BadRow("no answer: an assistant turn is empty")
+        before = role
+    if before != "assistant":
+        raise BadRow("no answer: the last turn is not the assistant's")
+    return messages

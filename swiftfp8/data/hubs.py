@@ -1,0 +1,53 @@
+"""Rows from the Hugging Face hub or ModelScope."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swiftfp8.errors import SwiftFP8Error
+
+
+def read_hub(name: str, subset: str | None, split: str, hub: str) -> Sequence[Mapping[str, Any]]:
+    """Download (or take from the cache) one split of a hub data set."""
+    return (
+        _from_modelscope(name, subset, split)
+        if hub == "modelscope"
+        else _from_hf(name, subset, split)
+    )
+
+
+def _from_hf(name: str, subset: str | None, split: str) -> Sequence[Mapping[str, Any]]:
+    import datasets
+    import httpx
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError, DatasetsError, httpx.HTTPError) as error:
+        raise _unreachable(name, "Hugging Face", error, "hub=modelscope") from error
+
+
+def _from_modelscope(name: str, subset: str | None, split: str) -> Sequence[Mapping[str, Any]]:
+    try:
+        from modelscope.msdatasets import MsDataset
+    except ImportError as error:
+        raise SwiftFP8Error(
+            f"reading '{name}' from ModelScope needs the modelscope package",
+            where="hub",
+            fix="pip install 'swiftfp8[modelscope]', or hub=hf",
+        ) from error
+    try:
+        found = MsDataset.load(name, subset_name=subset or "default", split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _unreachable(name, "ModelScope", error, "hub=hf") from error
+    return found.to_hf_dataset() if hasattr(found, "to_hf_dataset") else list(found)
+
+
+def _unreachable(name: str, hub: str, error: Exception, other: str) -> SwiftFP8Error:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return SwiftFP8Error(
+        f"data set '{name}' can't be read from {hub}: {reason[:200]}",
+        where="dataset",
+        fix=f"check the id and the network, write a path with its suffix, or set {other}",
+    )

@@ -1,0 +1,98 @@
+"""What was read, what was left out and why: counts that the run prints and keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from swiftfp8.data.files import BadPlace
+from swiftfp8.errors import SwiftFP8Error
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceReport:
+    """One file or hub data set: rows read, and the format found in it with the reason."""
+
+    entry: str
+    where: str
+    rows: int
+    format: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartReport:
+    """The training or the evaluation part after tokenizing.
+
+    `rows` counts what is trained on; `split` texts longer than `max_length` that became several
+    rows; `dropped` rows left out by length, `skipped` bad rows, both by reason.
+    """
+
+    sources: tuple[SourceReport, ...]
+    rows: int
+    tokens: int
+    trained_tokens: int
+    longest: int
+    truncated: int
+    split: int
+    dropped: dict[str, int]
+    skipped: dict[str, int]
+
+    @property
+    def masked_share(self) -> float:
+        """Share of tokens without a loss."""
+        return 1.0 - self.trained_tokens / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataReport:
+    """Both parts. `eval_from` says where evaluation rows come from."""
+
+    train: PartReport
+    eval: PartReport | None
+    eval_from: str | None
+
+    def summary_lines(self) -> list[str]:
+        """A few lines of text for the terminal."""
+        lines = _part_lines("train", self.train)
+        if self.eval is not None:
+            lines += _part_lines(f"eval ({self.eval_from})", self.eval)
+        return lines
+
+
+def bad_rows_error(bad: list[BadPlace], total: int) -> SwiftFP8Error:
+    """All bad rows in one error: the first ten with place and reason, and how many in all."""
+    shown = [f"  {place.where}: {place.reason}" for place in bad[:_SHOWN]]
+    if len(bad) > _SHOWN:
+        shown.append(f"  ... and {len(bad) - _SHOWN} more")
+    rows = "1 bad row" if len(bad) == 1 else f"{len(bad)} bad rows"
+    return SwiftFP8Error(
+        f"{rows} of {total}:\n" + "\n".join(shown),
+        where=bad[0].where,
+        fix="correct them, or leave them out with data.on_bad_row=skip",
+    )
+
+
+def count_reasons(bad: list[BadPlace]) -> dict[str, int]:
+    """How often each reason occurs, most frequent first; quoted parts don't tell reasons apart."""
+    return dict(Counter(place.reason.split(": ")[0] for place in bad).most_common())
+
+
+def _part_lines(name: str, part: PartReport) -> list[str]:
+    lines = [
+        f"{name}: {part.rows:,} rows, {part.tokens:,} tokens, {part.masked_share:.0%} masked, "
+        f"longest {part.longest}"
+    ]
+    lines += [
+        f"  {source.entry}: {source.rows:,} rows, format {source.format} ({source.reason})"
+        for source in part.sources
+    ]
+    if part.truncated:
+        lines.append(f"  {part.truncated:,} rows cut to max_length")
+    if part.split:
+        lines.append(f"  {part.split:,} texts over max_length go on in further rows")
+    for what, counts in (("dropped", part.dropped), ("bad rows skipped", part.skipped)):
+        lines += [f"  {number:,} {what}: {reason}" for reason, number in counts.items()]
+    return lines
