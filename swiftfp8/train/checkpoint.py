@@ -21,6 +21,8 @@ MANIFEST = "swiftfp8.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _TEMPORARY = ".tmp-"
 _SUPERSEDED = "superseded-"
+# Parts of torch.save's messages on a full disk.
+_TORCH_WRITE = ("PytorchStreamWriter", "inline_container", "iostream error")
 
 
 def write_checkpoint(
@@ -186,7 +188,7 @@ def is_write_error(error: BaseException) -> bool:
         return True
     if type(error).__name__ == "SafetensorError":
         return True
-    return isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TORCH_WRITE)
 
 
 def _put_in_place(part: Path, target: Path) -> None:

@@ -4,8 +4,8 @@ The check is one read from the device a step, on the loss and the gradient norm 
 the backward pass and the optimizer step. The layer is looked for only after a fault: the step's
 forward passes are run again with hooks that test every module's output; if all are finite, the
 fault arose in the backward pass, and the gradients are searched by name. A gradient that is not
-finite spoils those of all earlier layers, so the last such parameter in the model's order lies
-nearest to the source.
+finite spoils those of all layers before it, so the one whose module ran last lies nearest to the
+source.
 
 With FP16's loss scaler a gradient that is not finite is normal (the scaler then skips the step and
 lowers its scale), so there only the loss counts.
@@ -37,14 +37,15 @@ def find_fault(model: nn.Module, batches: Sequence[Any], forward: Callable[[Any]
         batches: the step's micro-batches.
         forward: runs the model on one of them, as in training.
     """
-    fault = _search_forward(model, batches, forward)
+    fault, order = _search_forward(model, batches, forward)
     if fault is not None:
         return fault
     names = list(nonfinite_gradients(model))
     if names:
+        nearest = max(names, key=lambda name: _position(name, order))
         more = f" (and of {len(names) - 1} others)" if len(names) > 1 else ""
-        layer = names[-1].rpartition(".")[0] or names[-1]
-        return Fault(layer=layer, detail=f"the gradient of {names[-1]}{more} is not finite")
+        layer = plan_name(nearest.rpartition(".")[0] or nearest)
+        return Fault(layer=layer, detail=f"the gradient of {nearest}{more} is not finite")
     return Fault(layer=None, detail="a second forward pass was finite: no layer could be named")
 
 
@@ -55,13 +56,21 @@ def nonfinite_gradients(model: nn.Module) -> Iterable[str]:
             yield name
 
 
+def plan_name(name: str) -> str:
+    """A module's name as the plan and `precision.exclude` have it, without PEFT's wrapping."""
+    name = name.removeprefix("base_model.model.").partition(".lora_")[0]
+    return name.removesuffix(".base_layer")
+
+
 def _search_forward(
     model: nn.Module, batches: Sequence[Any], forward: Callable[[Any], Any]
-) -> Fault | None:
+) -> tuple[Fault | None, dict[str, int]]:
+    """The first fault, and each module's place in the order in which modules returned."""
     found: list[Fault] = []
+    order: dict[str, int] = {}
     # Inner modules return before the module that holds them: the first hit is the innermost.
     hooks = [
-        module.register_forward_hook(_hook(name, found))
+        module.register_forward_hook(_hook(name, found, order))
         for name, module in model.named_modules()
         if name
     ]
@@ -70,18 +79,28 @@ def _search_forward(
             for batch in batches:
                 forward(batch)
                 if found:
-                    return found[0]
+                    break
     finally:
         for hook in hooks:
             hook.remove()
-    return None
+    return (found[0] if found else None), order
 
 
-def _hook(name: str, found: list[Fault]) -> Callable[..., None]:
+def _position(parameter: str, order: dict[str, int]) -> int:
+    """When the parameter's module ran; an adapter may be run by the module around it."""
+    name = parameter
+    while name := name.rpartition(".")[0]:
+        if name in order:
+            return order[name]
+    return -1
+
+
+def _hook(name: str, found: list[Fault], order: dict[str, int]) -> Callable[..., None]:
     def check(module: nn.Module, inputs: Any, output: Any) -> None:
+        order.setdefault(name, len(order))
         if found or all(_is_finite(tensor) for tensor in _tensors(output)):
             return
-        found.append(Fault(layer=name, detail=_describe(module, inputs)))
+        found.append(Fault(layer=plan_name(name), detail=_describe(module, inputs)))
 
     return check
 

@@ -85,10 +85,10 @@ def discard_run(run_dir: Path) -> bool:
     """Remove a run directory in which nothing was trained; return whether it was removed.
 
     For a mistake found after `start_run` and before the first step, so that nothing half-written
-    is left behind. A directory with a checkpoint or a logged step is kept.
+    is left behind. A directory with a checkpoint, or in which training began (it has a log, if an
+    empty one), is kept.
     """
-    logged = run_dir / "logging.jsonl"
-    if newest_checkpoint(run_dir) is not None or (logged.exists() and logged.stat().st_size):
+    if newest_checkpoint(run_dir) is not None or (run_dir / "logging.jsonl").exists():
         return False
     release_run(run_dir)
     _empty_run(run_dir, keep_lock=False)

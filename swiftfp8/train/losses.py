@@ -1,0 +1,224 @@
+"""Language-model head and cross entropy together, in chunks of tokens.
+
+The logits of 8,192 tokens over 152,064 words are 2.5 GB in BF16, and a plain loss holds them three
+to five times, partly in float32. Here a chunk of logits is made, turned into its own gradient in
+place, multiplied back to dh, and forgotten:
+
+    z = h Wᵀ      loss = Σ_t (log Σ_v exp z_tv - z_ty) / n      dh = (softmax(z) - onehot(y)) W / n
+
+dh is computed in the forward pass, where z is at hand; the backward pass only scales it. A frozen
+head gets no gradient, and none is computed. n is the number of labels that are not -100, or what
+the caller counts over a whole accumulated batch. Nothing waits for the device.
+
+With an FP8 head, W is held in e4m3 with a scale for each word, and both matmuls run in FP8.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from swiftfp8.precision.kernels.cross_entropy import cross_entropy_
+from swiftfp8.precision.kernels.quantize import quantize_rows, quantize_weight, scaled_mm
+from swiftfp8.precision.kernels.rmsnorm import rmsnorm
+from swiftfp8.precision.kernels.transpose import transpose8
+
+IGNORED = -100
+_CHUNK_ELEMENTS = 2**28  # of logits held at once: 512 MiB in BF16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Head:
+    """A frozen head in FP8: e4m3 [V, K] and float32 scales [V]."""
+
+    weight8_VK: torch.Tensor
+    scale_V: torch.Tensor
+    split_accumulator: bool = False
+
+
+def quantize_head(weight_VK: torch.Tensor, *, split_accumulator: bool = False) -> Fp8Head:
+    """A frozen head's weight in FP8."""
+    data, scale = quantize_weight(weight_VK.detach())
+    return Fp8Head(weight8_VK=data, scale_V=scale, split_accumulator=split_accumulator)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight_VK: torch.Tensor | Fp8Head,
+    labels: torch.Tensor,
+    *,
+    items: torch.Tensor | int | None = None,
+) -> torch.Tensor:
+    """Mean loss of `hidden` [..., K] against `labels` [...], which are already shifted.
+
+    `items` replaces the number of labels that are not -100 as the mean's divisor.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    flat = labels.reshape(-1).to(rows.device)
+    if items is None:
+        count = (flat != IGNORED).sum().clamp(min=1).float()
+    else:
+        count = torch.as_tensor(items, dtype=torch.float32, device=rows.device)
+    return _LinearCrossEntropy.apply(
+        rows,
+        weight_VK if isinstance(weight_VK, torch.Tensor) else None,
+        None if isinstance(weight_VK, torch.Tensor) else weight_VK,
+        flat,
+        count,
+    )
+
+
+def fuse_loss(model: nn.Module, *, head: str = "bf16") -> str | None:
+    """Make a causal language model compute its loss from chunks; returns why it can't, or None.
+
+    Called with labels, the model then returns a loss and no logits; without, it is as before.
+    `head="fp8"` runs a frozen head's two matmuls in FP8.
+    """
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    reason = _unsupported(causal)
+    if reason is not None:
+        return reason
+    plain_forward = causal.forward
+    fp8_head = quantize_head(causal.lm_head.weight) if head == "fp8" else None
+    _fuse_final_norm(causal.base_model)
+
+    @functools.wraps(plain_forward)
+    def forward(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is None:
+            return plain_forward(*args, **kwargs)
+        return _forward_with_loss(causal, fp8_head, labels, args, kwargs)
+
+    causal.forward = forward  # type: ignore[method-assign]
+    return None
+
+
+def _unsupported(causal: nn.Module) -> str | None:
+    if type(getattr(causal, "lm_head", None)) is not nn.Linear:
+        return "its head is no plain linear"
+    if causal.lm_head.bias is not None:
+        return "its head has a bias"
+    config = causal.config
+    changed = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
+    for name in changed:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            return f"its logits are changed after the head ({name})"
+    if getattr(config, "output_router_logits", False):
+        return "its loss has a router's part"
+    return None
+
+
+def _fuse_final_norm(body: nn.Module) -> None:
+    norm = getattr(body, "norm", None)
+    plain = norm is not None and type(norm).__name__ in (
+        "Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm", "MistralRMSNorm",
+    )  # fmt: skip
+    if plain and not norm.weight.requires_grad and norm.weight.is_cuda:
+        norm.forward = lambda x: rmsnorm(x, norm.weight, norm.variance_epsilon)
+
+
+def _forward_with_loss(
+    causal: Any,
+    fp8_head: Fp8Head | None,
+    labels: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    items = kwargs.pop("num_items_in_batch", None)
+    kwargs.pop("logits_to_keep", None)
+    shifted = kwargs.pop("shift_labels", None)
+    kwargs.pop("return_dict", None)
+    outputs = causal.base_model(*args, return_dict=True, **kwargs)
+    if shifted is None:
+        shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    weight = causal.lm_head.weight if fp8_head is None else fp8_head
+    loss = linear_cross_entropy(outputs.last_hidden_state, weight, shifted, items=items)
+    return CausalLMOutputWithPast(
+        loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden_TK: torch.Tensor,
+        weight_VK: torch.Tensor | None,
+        head: Fp8Head | None,
+        labels_T: torch.Tensor,
+        count: torch.Tensor,
+    ) -> torch.Tensor:
+        need_dh, need_dw = ctx.needs_input_grad[:2]
+        with torch.autocast(hidden_TK.device.type, enabled=False):
+            loss, dh, dw = _loss_and_gradients(
+                hidden_TK, weight_VK, head, labels_T, need_dh=need_dh, need_dw=need_dw
+            )
+        ctx.save_for_backward(dh, dw, count)
+        return loss / count
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        dh, dw, count = ctx.saved_tensors
+        scale = d_loss / count
+        dh = None if dh is None else (dh * scale).to(dh.dtype)
+        dw = None if dw is None else (dw * scale).to(dw.dtype)
+        return dh, dw, None, None, None
+
+
+def _loss_and_gradients(
+    hidden_TK: torch.Tensor,
+    weight_VK: torch.Tensor | None,
+    head: Fp8Head | None,
+    labels_T: torch.Tensor,
+    *,
+    need_dh: bool,
+    need_dw: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    hidden = hidden_TK.detach()
+    tokens = hidden.shape[0]
+    vocabulary = (weight_VK if head is None else head.weight8_VK).shape[0]  # type: ignore[union-attr]
+    step = max(128, 1 << (_CHUNK_ELEMENTS // vocabulary).bit_length() - 1)
+    grad = need_dh or need_dw
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    dh = torch.empty_like(hidden) if need_dh else None
+    dw = torch.zeros_like(weight_VK, dtype=torch.float32) if need_dw else None  # type: ignore[arg-type]
+    transposed = transpose8(head.weight8_VK) if head is not None and need_dh else None
+    for start in range(0, tokens, step):
+        h, labels = hidden[start : start + step], labels_T[start : start + step]
+        if head is None:
+            assert weight_VK is not None
+            z = h @ weight_VK.detach().to(h.dtype).t()
+        else:
+            z = scaled_mm(
+                *quantize_rows(h), head.weight8_VK, head.scale_V,
+                split_accumulator=head.split_accumulator, dtype=h.dtype,
+            )  # fmt: skip
+        total += cross_entropy_(z, labels, grad=grad).sum()
+        if dh is not None:
+            dh[start : start + step] = _dh(z, weight_VK, head, transposed)
+        if dw is not None:
+            dw += z.t() @ h
+    return total, dh, dw
+
+
+def _dh(
+    dz_TV: torch.Tensor,
+    weight_VK: torch.Tensor | None,
+    head: Fp8Head | None,
+    transposed_KV: torch.Tensor | None,
+) -> torch.Tensor:
+    if head is None:
+        assert weight_VK is not None
+        return dz_TV @ weight_VK.detach().to(dz_TV.dtype)
+    assert transposed_KV is not None
+    g8, sg = quantize_rows(dz_TV, head.scale_V)
+    ones = torch.ones(transposed_KV.shape[0], device=dz_TV.device)
+    return scaled_mm(
+        g8, sg, transposed_KV, ones, split_accumulator=head.split_accumulator, dtype=dz_TV.dtype
+    )

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from train_kit import make_config
+
+from swiftfp8.errors import RunFailed, SwiftFP8Error
+from swiftfp8.train.checkpoint import write_checkpoint
+from swiftfp8.train.run_dir import (
+    describe_environment,
+    discard_run,
+    release_run,
+    resume_command,
+    start_run,
+)
+
+NOW = datetime(2024, 5, 6, 7, 8, 9)
+
+
+def begin(tmp_path: Path, **options):
+    config = make_config(output_dir=str(tmp_path / "output"), **options)
+    run_dir = start_run(config, "Qwen/Qwen3-0.6B", now=NOW)
+    return run_dir
+
+
+def save(run_dir: Path, step: int) -> Path:
+    return write_checkpoint(run_dir, step, lambda folder: (folder / "x").touch(), {})
+
+
+def test_the_name_says_model_task_and_time(tmp_path):
+    first = begin(tmp_path)
+    second = begin(tmp_path)  # within the same second, as in a sweep
+    assert first == tmp_path / "output" / "Qwen-Qwen3-0.6B-sft-20240506-070809"
+    assert second.name == first.name + "-2"
+
+
+def test_all_that_the_run_was_told_is_written(tmp_path):
+    config = make_config(output_dir=str(tmp_path), run_name="r", seed=11)
+    composed = SimpleNamespace(config=config, overrides=("seed=11", "train.save_steps=0"))
+    run_dir = start_run(composed, "m", plan={"a": 1}, precision_report={"b": 2})
+    assert "seed: 11" in (run_dir / "resolved.yaml").read_text()
+    assert (run_dir / "overrides.txt").read_text() == "seed=11\ntrain.save_steps=0\n"
+    assert json.loads((run_dir / "plan.json").read_text()) == {"a": 1}
+    assert json.loads((run_dir / "precision_report.json").read_text()) == {"b": 2}
+    environment = json.loads((run_dir / "environment.json").read_text())
+    assert environment["seed"] == 11
+    assert environment["versions"]["torch"]
+    assert not list(run_dir.glob(".tmp-*"))
+
+
+def test_no_secret_reaches_the_environment_file(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_environment")
+    monkeypatch.setattr(sys, "argv", ["swiftfp8", "train", "hub_token=hf_argument", "seed=1"])
+    text = json.dumps(describe_environment(1))
+    assert "hf_environment" not in text
+    assert "hf_argument" not in text
+    assert "seed=1" in text
+
+
+def test_a_run_in_use_is_refused_even_from_another_process(tmp_path):
+    run_dir = begin(tmp_path, run_name="mine")
+    with pytest.raises(SwiftFP8Error, match="in use") as caught:
+        begin(tmp_path, run_name="mine")
+    assert caught.value.exit_code == 2
+    code = textwrap.dedent(f"""
+        import sys
+        from pathlib import Path
+        from swiftfp8.errors import SwiftFP8Error
+        from swiftfp8.train import run_dir
+        try:
+            run_dir._lock(Path({str(run_dir)!r}))
+        except SwiftFP8Error as error:
+            print(error)
+            sys.exit(error.exit_code)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "in use by process" in done.stdout
+
+
+def test_finished_and_unfinished_runs_are_refused_and_name_the_way_on(tmp_path):
+    run_dir = begin(tmp_path, run_name="mine")
+    save(run_dir, 3)
+    release_run(run_dir)
+    with pytest.raises(SwiftFP8Error, match="an unfinished run") as caught:
+        begin(tmp_path, run_name="mine")
+    assert "resume_from_checkpoint=" in str(caught.value)
+    (run_dir / "result.json").write_text("{}")
+    with pytest.raises(SwiftFP8Error, match="a finished run"):
+        begin(tmp_path, run_name="mine")
+
+
+def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path):
+    other = tmp_path / "output" / "mine"
+    other.mkdir(parents=True)
+    (other / "thesis.tex").write_text("years of work")
+    with pytest.raises(SwiftFP8Error, match="something else"):
+        begin(tmp_path, run_name="mine")
+    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_may_begin_again(tmp_path):
+    run_dir = begin(tmp_path, run_name="mine")
+    (run_dir / "logging.jsonl").write_text('{"step": 1}\n')
+    release_run(run_dir)
+    assert begin(tmp_path, run_name="mine") == run_dir
+    assert not (run_dir / "logging.jsonl").exists()
+
+
+def test_resuming_reopens_the_same_directory(tmp_path):
+    run_dir = begin(tmp_path)
+    checkpoint = save(run_dir, 3)
+    (run_dir / "result.json").write_text("{}")
+    (run_dir / ".tmp-checkpoint-6").mkdir()
+    release_run(run_dir)
+    for where in (run_dir, checkpoint, run_dir / "last"):
+        assert begin(tmp_path, resume_from_checkpoint=str(where)).resolve() == run_dir.resolve()
+        release_run(run_dir)
+    assert not (run_dir / ".tmp-checkpoint-6").exists()
+
+
+def test_a_checkpoint_copied_out_of_its_run_begins_a_new_one(tmp_path):
+    run_dir = begin(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    copied = save(run_dir, 3).rename(elsewhere / "checkpoint-3")
+    assert begin(tmp_path, resume_from_checkpoint=str(copied)).parent == tmp_path / "output"
+
+
+def test_discard_removes_only_runs_in_which_nothing_was_trained(tmp_path):
+    empty, trained = begin(tmp_path), begin(tmp_path)
+    save(trained, 1)
+    assert discard_run(empty)
+    assert not empty.exists()
+    assert not discard_run(trained)
+    assert (trained / "checkpoint-1").is_dir()
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = replace(make_config(), output_dir=str(tmp_path / "file" / "output"))
+    with pytest.raises(SwiftFP8Error) as caught:
+        start_run(config, "m")
+    assert not isinstance(caught.value, RunFailed)
+    assert "output_dir" in str(caught.value)
+
+
+def test_the_resume_command_survives_a_shell(tmp_path):
+    run_dir = tmp_path / "my runs" / "a"
+    assert f"'resume_from_checkpoint={run_dir}'" in resume_command(run_dir)
