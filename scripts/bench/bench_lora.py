@@ -1,0 +1,411 @@
+#!/usr/bin/env python3
+"""LoRA training steps of swiftfp8's engine beside its peers: the same model, data, batch and GPU.
+
+    python scripts/bench/bench_lora.py                                   # 7b, 4 x 2048, every stack
+    python scripts/bench/bench_lora.py --shape 0.5b --batch 4 --length 1024 --stacks ours,best_bf16
+    python scripts/bench/bench_lora.py --checkpointing --out results.json
+
+Each stack runs in a process of its own: Qwen2.5's shapes with random weights, LoRA on all linears,
+AdamW on the adapters, SDPA attention, bf16 autocast as in transformers.Trainer. A stack that can't
+run here is skipped with its reason. `ratio` is a stack's speed over the first BF16 stack's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, int | bool]] = {
+    "7b": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "1.5b": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "0.5b": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+STACKS = {
+    "hf_bf16": "transformers + PEFT, BF16, eager",
+    "best_bf16": "BF16 + torch.compile per layer + Liger fused cross entropy",
+    "te_peft": "te.Linear (current scaling) as PEFT's base + Liger fused cross entropy",
+    "torchao": "torchao float8 (tensorwise) as PEFT's base + compile + Liger fused cross entropy",
+    "ours": "swiftfp8, torch backend, fused layers",
+    "ours_fp8_head": "the same with an FP8 head",
+}
+# Dense BF16 TFLOP/s by the vendor's datasheet, for MFU.
+PEAKS = {"H100": 989e12, "H200": 989e12, "L40S": 362e12, "RTX 4090": 165e12, "B200": 2250e12}
+
+
+class Skipped(Exception):
+    """A stack that can't run on this machine."""
+
+
+def main() -> int:
+    args = parse()
+    if args.worker:
+        return worker(args)
+    results = [run_apart(stack, args) for stack in args.stacks.split(",")]
+    base = next((r for r in results if "bf16" in r["stack"] and "tokens_per_s" in r), None)
+    for result in results:
+        if base and "tokens_per_s" in result:
+            result["ratio"] = result["tokens_per_s"] / base["tokens_per_s"]
+            result["memory_ratio"] = result["peak_gib"] / base["peak_gib"]
+    print_table(results, args)
+    if args.out:
+        target = Path(args.out)
+        partial = target.with_suffix(".partial")
+        partial.write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1))
+        os.replace(partial, target)
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="7b")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--checkpointing", action="store_true", help="full activation recompute")
+    parser.add_argument("--stacks", default="hf_bf16,best_bf16,te_peft,torchao,ours")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--recompute", choices=("none", "cheap"), default="cheap")
+    parser.add_argument("--keep-bf16", action="store_true", help="ours: keep gate/up in BF16")
+    parser.add_argument("--profile", help="write a kernel profile of one step to this file")
+    parser.add_argument("--timeout", type=int, default=400, help="seconds a stack may take")
+    parser.add_argument("--out", help="write results as JSON")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_apart(stack: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One stack in a process of its own; its last line of output is its result."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", stack]
+    began = time.time()
+    result: dict[str, Any] = {"stack": stack, "what": STACKS.get(stack, stack)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        return result | {"skipped": f"took longer than {args.timeout} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines and lines[-1].startswith("{"):
+        result |= json.loads(lines[-1])
+    else:
+        tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        result["skipped"] = f"failed: {tail[:300]}"
+        print(done.stderr[-3000:], file=sys.stderr)
+    result["process_s"] = round(time.time() - began, 1)
+    print(json.dumps(result), file=sys.stderr, flush=True)
+    return result
+
+
+def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    checkpointing = ", full checkpointing" if args.checkpointing else ""
+    print(f"{args.shape}, {args.batch} x {args.length}{checkpointing}, {gpu}, "
+          f"torch {torch.__version__}")  # fmt: skip
+    print(f"{'stack':16s} {'tok/s':>8s} {'ms':>8s} {'peak GiB':>9s} {'static':>7s} "
+          f"{'MFU':>6s} {'ratio':>6s} {'memory':>7s}")  # fmt: skip
+    for r in results:
+        if "skipped" in r:
+            print(f"{r['stack']:16s} skipped: {r['skipped']}")
+            continue
+        mfu = f"{r['mfu']:.1%}" if r.get("mfu") else "-"
+        print(f"{r['stack']:16s} {r['tokens_per_s']:8.0f} {r['ms']:8.1f} {r['peak_gib']:9.1f} "
+              f"{r['static_gib']:7.1f} {mfu:>6s} {r.get('ratio', 0):6.2f} "
+              f"{r.get('memory_ratio', 0):7.2f}")  # fmt: skip
+
+
+def worker(args: argparse.Namespace) -> int:
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    import torch
+
+    try:
+        if not torch.cuda.is_available():
+            raise Skipped("PyTorch sees no CUDA GPU")
+        torch.manual_seed(0)
+        model, context = BUILDERS[args.worker](args)
+        result = measure(model, context, args)
+    except Skipped as reason:
+        result = {"skipped": str(reason)}
+    except torch.cuda.OutOfMemoryError as error:
+        result = {"skipped": f"out of memory: {str(error).splitlines()[0][:150]}"}
+    print(json.dumps(result))
+    return 0
+
+
+def measure(model: Any, context: Callable[[], Any], args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    vocabulary = SHAPES[args.shape]["vocab_size"]
+    ids = torch.randint(0, vocabulary, (args.batch, args.length), device="cuda")
+    model.train()
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16), context():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    torch.cuda.empty_cache()
+    static = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(args.warmup):
+        step()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(args.steps):
+        loss = step()
+    issued = time.perf_counter() - began
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - began) / args.steps
+    tokens = args.batch * args.length
+    peak_flops = next((v for k, v in PEAKS.items() if k in torch.cuda.get_device_name()), None)
+    if args.profile:
+        write_profile(step, args.profile)
+    flops = step_flops(args)
+    return {
+        "tokens_per_s": tokens / seconds,
+        "ms": seconds * 1e3,
+        "host_ms": issued / args.steps * 1e3,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "static_gib": static / 2**30,
+        "mfu": flops / seconds / peak_flops if peak_flops else None,
+        "loss": loss.item(),
+    }
+
+
+def step_flops(args: argparse.Namespace) -> float:
+    """4 a frozen weight and token (forward, dx), attention with its causal half, backward 2.5x."""
+    shape = SHAPES[args.shape]
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    layer = hidden * (2 * hidden + 2 * kv) + 3 * hidden * inner
+    weights = layer * shape["num_hidden_layers"] + hidden * shape["vocab_size"]
+    tokens = args.batch * args.length
+    attention = 3.5 * 2 * tokens * args.length * hidden * shape["num_hidden_layers"]
+    return 4.0 * weights * tokens + attention
+
+
+def write_profile(step: Callable[[], Any], target: str) -> None:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)
+    rows = [
+        f"{e.self_device_time_total / 1e3:9.2f} ms x{e.count:5d}  {e.key[:140]}" for e in events[:60]
+    ]
+    total = sum(e.self_device_time_total for e in events) / 1e3
+    Path(target).write_text("\n".join([f"{total:9.2f} ms in kernels", *rows]) + "\n")
+
+
+def base_model(args: argparse.Namespace) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(**SHAPES[args.shape], max_position_embeddings=32768, rope_theta=1e6)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    torch.set_default_dtype(torch.float32)
+    model.config.use_cache = False
+    return model.requires_grad_(False)
+
+
+def linear_names(model: Any) -> list[str]:
+    import torch
+
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    ]
+
+
+def with_peft(model: Any, args: argparse.Namespace) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    parts = sorted({name.rpartition(".")[2] for name in linear_names(model)})
+    config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=parts)
+    return get_peft_model(model, config)
+
+
+def checkpointed(model: Any, args: argparse.Namespace) -> None:
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def build_hf_bf16(args: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
+    model = base_model(args)
+    checkpointed(model, args)
+    return with_peft(model, args), nothing
+
+
+def with_liger_loss() -> None:
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+    except ImportError as error:
+        raise Skipped(f"liger-kernel can't be imported: {error}") from error
+    apply_liger_kernel_to_qwen2(
+        rope=False, rms_norm=False, swiglu=False, cross_entropy=False,
+        fused_linear_cross_entropy=True,
+    )  # fmt: skip
+
+
+def compile_layers(model: Any) -> None:
+    for layer in model.get_base_model().model.layers:
+        layer.compile()
+
+
+def build_best_bf16(args: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
+    with_liger_loss()
+    model, context = build_hf_bf16(args)
+    compile_layers(model)
+    return model, context
+
+
+def build_te_peft(args: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
+    import torch
+
+    try:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8CurrentScaling
+    except (ImportError, OSError, RuntimeError) as error:
+        raise Skipped(f"Transformer Engine can't be imported: {error}") from error
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora.layer import Linear as PeftLinear
+
+    class PeftTe(PeftLinear):
+        def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+            return module.in_features, module.out_features
+
+    with_liger_loss()
+    model = base_model(args)
+    names = linear_names(model)
+    recipe = Float8CurrentScaling()
+    with torch.no_grad():
+        for name in names:
+            parent, _, child = name.rpartition(".")
+            old = getattr(model.get_submodule(parent), child)
+            with te.quantized_model_init(enabled=True, recipe=recipe):
+                new = te.Linear(
+                    old.in_features, old.out_features, bias=old.bias is not None,
+                    params_dtype=torch.bfloat16, device="cuda",
+                )  # fmt: skip
+            new.weight.copy_(old.weight)
+            if old.bias is not None:
+                new.bias.copy_(old.bias)
+            setattr(model.get_submodule(parent), child, new.requires_grad_(False))
+            del old
+    if args.checkpointing:
+        import functools
+
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = functools.partial(
+                    te.checkpoint, use_reentrant=False
+                )
+    parts = sorted({name.rpartition(".")[2] for name in names})
+    config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=parts)
+    config._register_custom_module({te.Linear: PeftTe})
+    return get_peft_model(model, config), lambda: te.autocast(enabled=True, recipe=recipe)
+
+
+def build_torchao(args: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise Skipped(f"torchao can't be imported: {error}") from error
+    with_liger_loss()
+    model = base_model(args)
+    checkpointed(model, args)
+    convert_to_float8_training(
+        model,
+        config=Float8LinearConfig(),
+        module_filter_fn=lambda module, name: "lm_head" not in name,
+    )
+    model = with_peft(model.requires_grad_(False), args)
+    compile_layers(model)
+    return model, nothing
+
+
+def build_ours(args: argparse.Namespace, head: str = "bf16") -> tuple[Any, Callable[[], Any]]:
+    from swiftfp8.adapters.lora import add_adapter
+    from swiftfp8.plan import LayerPlan, LoraPlan, RecipeOptions
+    from swiftfp8.precision import torch_native
+    from swiftfp8.train.losses import fuse_loss
+
+    reason = torch_native.available()
+    if reason is not None:
+        raise Skipped(reason)
+    model = base_model(args)
+    names = linear_names(model)
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        linear = getattr(model.get_submodule(parent), child)
+        plan = LayerPlan(
+            name=name, in_features=linear.in_features, out_features=linear.out_features,
+            bias=linear.bias is not None, precision="fp8_current", reason="benchmark",
+            lora=True, trainable=False,
+        )  # fmt: skip
+        converted = torch_native.convert(linear, plan, RecipeOptions(recipe="fp8_current"))
+        setattr(model.get_submodule(parent), child, converted)
+    checkpointed(model, args)
+    lora = LoraPlan(
+        rank=args.rank, alpha=2.0 * args.rank, dropout=0.0, use_rslora=False, targets=tuple(names)
+    )
+    model = add_adapter(model, lora)
+    found = torch_native.fuse_model(
+        model, recompute=args.recompute, keep_gate_up_fp8=not args.keep_bf16
+    )
+    problems = {reason for reason in found.values() if reason} | {fuse_loss(model, head=head)}
+    if problems != {None}:
+        raise Skipped(f"not fused: {problems}")
+    return model, nothing
+
+
+BUILDERS: dict[str, Callable[[argparse.Namespace], tuple[Any, Callable[[], Any]]]] = {
+    "hf_bf16": build_hf_bf16,
+    "best_bf16": build_best_bf16,
+    "te_peft": build_te_peft,
+    "torchao": build_torchao,
+    "ours": build_ours,
+    "ours_fp8_head": lambda args: build_ours(args, head="fp8"),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

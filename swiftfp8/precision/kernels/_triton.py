@@ -1,0 +1,43 @@
+"""Triton where it is installed; without it every module here still imports, and says why not."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    MISSING: str | None = None
+except ImportError as error:  # a CPU build of PyTorch comes without Triton
+    triton = None
+    MISSING = f"Triton can't be imported: {error}"
+
+    class tl:  # type: ignore[no-redef]  # noqa: N801
+        """Stands in for triton.language in the kernels' annotations."""
+
+        constexpr = object
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """`triton.jit`, or the bare function where there is no Triton to launch it."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+def runs_triton(x: torch.Tensor) -> bool:
+    """Whether x's kernels run in Triton: on a GPU, or anywhere under Triton's interpreter."""
+    if x.is_cuda:
+        return True
+    return triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()

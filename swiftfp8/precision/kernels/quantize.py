@@ -1,0 +1,130 @@
+"""Row-wise e4m3: one float32 scale for each token's row, one for each output channel of a weight.
+
+    s[t] = max(max_k |x[t, k]|, tiny) / 448        x8 = e4m3(clamp(x / s))       x = x8 * s
+
+Why rows: the scale is known as soon as a row has been read, so that a kernel which produces a row
+quantizes it in the same pass; an outlier token costs the others nothing; and the FP8 GEMM takes
+such scales at no cost. A weight W [N, K] with scales s_w [N] serves forward and backward with one
+copy: for dx = dy W the channel scale is folded into dy before dy is quantized,
+
+    dx = (dy * s_w) W8 = s_g * (g8 W8)             g8, s_g = rows of dy * s_w
+"""
+
+import torch
+
+from swiftfp8.precision.kernels._triton import (
+    ceil_div,
+    jit,
+    next_power_of_2,
+    runs_triton,
+    tl,
+)
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+# Smallest amax a scale is made from. Gradients times a weight's scale may be 1e-12 and mean it.
+TINY = 1e-30
+
+
+def quantize_rows(
+    x_TK: torch.Tensor, col_scale_K: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 rows of x * col_scale, and their float32 scales [T, 1]."""
+    if not runs_triton(x_TK):
+        return quantize_rows_reference(x_TK, col_scale_K)
+    tokens, features = x_TK.shape
+    assert x_TK.stride(1) == 1
+    x8 = torch.empty_like(x_TK, dtype=E4M3, memory_format=torch.contiguous_format)
+    scale = torch.empty(tokens, 1, dtype=torch.float32, device=x_TK.device)
+    block = min(next_power_of_2(features), 4096)
+    _quantize_rows[(tokens,)](
+        x_TK,
+        scale if col_scale_K is None else col_scale_K,
+        x8,
+        scale,
+        features,
+        x_TK.stride(0),
+        FOLD=col_scale_K is not None,
+        BLOCK=block,
+        CHUNKS=ceil_div(features, block),
+        num_warps=max(1, min(8, block // 512)),
+    )
+    return x8, scale
+
+
+def quantize_rows_reference(
+    x_TK: torch.Tensor, col_scale_K: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain PyTorch."""
+    x = x_TK.float() if col_scale_K is None else x_TK.float() * col_scale_K
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=TINY) / E4M3_MAX
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+
+
+def quantize_weight(w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 weight [N, K] and its float32 channel scales [N], without a float32 copy of it all."""
+    data = torch.empty(w_NK.shape, dtype=E4M3, device=w_NK.device)
+    scale = torch.empty(w_NK.shape[0], dtype=torch.float32, device=w_NK.device)
+    for start in range(0, w_NK.shape[0], 4096):
+        rows = slice(start, start + 4096)
+        data[rows], slab_scale = quantize_rows_reference(w_NK[rows])
+        scale[rows] = slab_scale[:, 0]
+    return data, scale
+
+
+def dequantize_rows(x8_TK: torch.Tensor, scale_T1: torch.Tensor) -> torch.Tensor:
+    """x8 * scale in float32."""
+    return x8_TK.float() * scale_T1.reshape(-1, 1)
+
+
+def scaled_mm(
+    a8_TK: torch.Tensor,
+    sa_T1: torch.Tensor,
+    b8_NK: torch.Tensor,
+    sb_N: torch.Tensor,
+    *,
+    split_accumulator: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """(a8 * sa) (b8 * sb)ᵀ, [T, N]: FP8 tensor cores on a GPU, dequantized on a CPU."""
+    if not a8_TK.is_cuda:
+        y = dequantize_rows(a8_TK, sa_T1) @ dequantize_rows(b8_NK, sb_N).t()
+        return y.to(dtype)
+    return torch._scaled_mm(
+        a8_TK,
+        b8_NK.t(),
+        sa_T1,
+        sb_N.view(1, -1),
+        out_dtype=dtype,
+        use_fast_accum=not split_accumulator,
+    )
+
+
+@jit
+def _quantize_rows(
+    X, COL, X8, S, K, stride, FOLD: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """One row a program: read it for its amax, then again, from cache, for the cast."""
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    peak = tl.zeros((BLOCK,), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        k = chunk * BLOCK + offsets
+        x = tl.load(X + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
+        if FOLD:
+            x = x * tl.load(COL + k, mask=k < K, other=0.0)
+        peak = tl.maximum(peak, tl.abs(x))
+    scale = tl.maximum(tl.max(peak, 0), 1e-30) / 448.0
+    tl.store(S + row, scale)
+    for chunk in tl.static_range(CHUNKS):
+        k = chunk * BLOCK + offsets
+        x = tl.load(X + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
+        if FOLD:
+            x = x * tl.load(COL + k, mask=k < K, other=0.0)
+        tl.store(X8 + row * K + k, to_e4m3(x / scale), mask=k < K)
+
+
+@jit
+def to_e4m3(x):
+    """Clamp, then cast: an e4m3 cast of more than 448 may give NaN."""
+    return tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv)

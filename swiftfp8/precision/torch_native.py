@@ -1,0 +1,270 @@
+"""FP8 through PyTorch alone: `torch._scaled_mm` with row-wise scales, and Triton kernels.
+
+No Transformer Engine is needed: what `pip install torch` brings on a CUDA machine is enough. The
+recipe is current scaling at its finest grain that costs nothing on Hopper: one scale for each
+token of x and dy, one for each output channel of W (see kernels/quantize.py). A frozen weight is
+held once, in FP8, one byte a parameter, and serves the forward and the backward pass.
+
+`convert` gives one linear at a time. `fuse_model` then goes further where a decoder layer has the
+usual shape: it runs the whole layer, LoRA included, as one function with a written-out backward
+pass (kernels/decoder.py), which is where the speed and most of the memory come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from swiftfp8.plan import LayerPlan, RecipeOptions
+from swiftfp8.precision._backend import (
+    PrecisionLinear,
+    compute_dtype,
+    dequantized_matmul,
+    pad_tokens,
+)
+from swiftfp8.precision.kernels import _triton
+from swiftfp8.precision.kernels.group import Adapter, Group
+from swiftfp8.precision.kernels.install import fuse_model
+from swiftfp8.precision.kernels.quantize import (
+    E4M3,
+    dequantize_rows,
+    quantize_rows,
+    quantize_weight,
+    scaled_mm,
+)
+from swiftfp8.precision.kernels.transpose import transpose8
+
+__all__ = ["NAME", "RECIPES", "available", "checkpoint", "context", "convert", "fuse_model"]
+
+NAME = "torch"
+RECIPES = frozenset({"fp8_current"})
+_TOKEN_MULTIPLE = 16
+
+
+@lru_cache
+def available() -> str | None:
+    """Why `torch._scaled_mm` and Triton can't run FP8 here, or None where they can."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA GPU"
+    if torch.cuda.get_device_capability() < (8, 9):
+        major, minor = torch.cuda.get_device_capability()
+        return f"FP8 matmuls need compute capability 8.9, this GPU has {major}.{minor}"
+    if not hasattr(torch, "_scaled_mm"):
+        return f"PyTorch {torch.__version__} has no _scaled_mm"
+    return _triton.MISSING
+
+
+def token_multiple(recipe: RecipeOptions | None) -> int:
+    """Tokens per matmul are padded to a multiple of this, with rows of zeros."""
+    return 1 if recipe is None else _TOKEN_MULTIPLE
+
+
+def convert(linear: nn.Linear, layer: LayerPlan, recipe: RecipeOptions) -> PrecisionLinear:
+    """The linear with FP8 matmuls, on the linear's own device."""
+    if layer.trainable:
+        return RowwiseTrainedLinear(linear, split_accumulator=recipe.split_accumulator)
+    return RowwiseFrozenLinear(linear, split_accumulator=recipe.split_accumulator)
+
+
+def context(recipe: RecipeOptions | None) -> AbstractContextManager[Any]:
+    """Nothing is needed around a forward pass."""
+    return nullcontext()
+
+
+def checkpoint(recipe: RecipeOptions | None) -> Callable[..., Any]:
+    """PyTorch's non-reentrant activation checkpoint. Scales follow from the data alone."""
+    return partial(torch_checkpoint, use_reentrant=False)
+
+
+class RowwiseFrozenLinear(PrecisionLinear):
+    """A weight held in FP8 alone, for LoRA's base and for inference.
+
+    `weight_bits` are the bytes of e4m3, [out, in], which a cast of the module's dtype leaves
+    alone; `weight_scale` is float32, [out].
+    """
+
+    def __init__(self, linear: nn.Linear, *, split_accumulator: bool = False) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        self.split_accumulator = split_accumulator
+        data, scale = quantize_weight(linear.weight.detach())
+        self.register_buffer("weight_bits", data.view(torch.uint8), persistent=False)
+        self.register_buffer("weight_scale", scale, persistent=False)
+        self.bias = linear.bias
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+        self._group: Group | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The e4m3 values, [out, in]."""
+        return self.weight_bits.view(E4M3)
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight that the matmul sees, [out_features, in_features], float32."""
+        return dequantize_rows(self.weight, self.weight_scale)
+
+    def weight_bytes(self) -> int:
+        """Bytes of the values and the scales."""
+        return self.weight_bits.nbytes + self.weight_scale.nbytes
+
+    def hold(self, bits: torch.Tensor, scale: torch.Tensor) -> None:
+        """Keep these tensors, a merged weight's rows with the same values, in place of its own."""
+        self.weight_bits, self.weight_scale, self._group = bits, scale, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Y = x Wᵀ + b, [..., out_features], in the compute dtype."""
+        return self._run(x, None)
+
+    def forward_lora(
+        self,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scaling: float,
+        dropout: nn.Module,
+    ) -> torch.Tensor:
+        """The same + scaling · x Aᵀ Bᵀ, where LoRA reads the FP8 x too."""
+        drops = not isinstance(dropout, nn.Identity) and dropout.training
+        if drops or not self.enabled:
+            return super().forward_lora(x, a, b, scaling, dropout)
+        return self._run(x, Adapter(a=(a,), b=(b,), scaling=scaling))
+
+    def _run(self, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+        dtype = compute_dtype(x)
+        rows = x.to(dtype).reshape(-1, self.in_features)
+        if self.enabled:
+            self.ran_fp8 += 1
+            tokens = rows.shape[0]
+            group = self.group(adapter)
+            tensors = () if adapter is None else adapter.tensors
+            y = _FrozenMatmul.apply(pad_tokens(rows, _TOKEN_MULTIPLE), group, *tensors)[:tokens]
+        else:
+            self.ran_high += 1
+            y = dequantized_matmul(rows, lambda to: self.dequantize().to(to))
+        y = y.view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+    def group(self, adapter: Adapter | None) -> Group:
+        """The linear as a group of one."""
+        stale = self._group is None or (
+            self._group.weight8_NK.data_ptr() != self.weight_bits.data_ptr()
+        )
+        if stale:
+            self._group = Group(
+                weight8_NK=self.weight,
+                scale_N=self.weight_scale,
+                ends=(self.out_features,),
+                split_accumulator=self.split_accumulator,
+            )
+        assert self._group is not None
+        self._group.adapter = adapter
+        return self._group
+
+
+class RowwiseTrainedLinear(PrecisionLinear):
+    """A trained weight in high precision: y and dx in FP8, dW in the compute dtype."""
+
+    def __init__(self, linear: nn.Linear, *, split_accumulator: bool = False) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        self.split_accumulator = split_accumulator
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight that the matmul sees, [out_features, in_features], float32."""
+        return dequantize_rows(*quantize_weight(self.weight.detach()))
+
+    def weight_bytes(self) -> int:
+        """Bytes of the trained weight."""
+        return self.weight.nbytes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Y = x Wᵀ + b, [..., out_features], in the compute dtype."""
+        dtype = compute_dtype(x)
+        rows = x.to(dtype).reshape(-1, self.in_features)
+        if self.enabled:
+            self.ran_fp8 += 1
+            padded = pad_tokens(rows, _TOKEN_MULTIPLE)
+            y = _TrainedMatmul.apply(padded, self.weight, self.split_accumulator)[: rows.shape[0]]
+        else:
+            self.ran_high += 1
+            y = nn.functional.linear(rows, self.weight.to(dtype))
+        y = y.view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+
+class _FrozenMatmul(torch.autograd.Function):
+    """x Wᵀ with LoRA on it, W and the saved x in FP8."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x_TK: torch.Tensor, group: Group, *adapter: torch.Tensor
+    ) -> torch.Tensor:
+        packed = group.pack(x_TK.dtype)
+        x8, sx = quantize_rows(x_TK.detach().contiguous())
+        y, xa = group.forward(x8, sx, packed, x_TK.dtype)
+        # Without LoRA the backward pass needs W alone.
+        ctx.save_for_backward(*((x8, sx, xa) if packed is not None else ()))
+        # A copy: the module's own group is given another adapter by its next call.
+        ctx.group, ctx.packed = _snapshot(group), packed
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        group, packed = ctx.group, ctx.packed
+        x8, sx, xa = ctx.saved_tensors if packed is not None else (None, None, None)
+        g8, sg = quantize_rows(dy_TN.contiguous(), group.scale_N)
+        dx, gb, db = group.backward(
+            g8, sg, xa, packed, dy_TN.dtype, need_dx=ctx.needs_input_grad[0]
+        )
+        return (dx, None, *group.gradients(x8, sx, gb, db))
+
+
+def _snapshot(group: Group) -> Group:
+    return Group(
+        weight8_NK=group.weight8_NK,
+        scale_N=group.scale_N,
+        ends=group.ends,
+        adapter=group.adapter,
+        split_accumulator=group.split_accumulator,
+    )
+
+
+class _TrainedMatmul(torch.autograd.Function):
+    """y = Q(x) Q(W)ᵀ, dx = Q(dy s_w) W8, dW = dyᵀ x in high precision."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, split_accumulator: bool
+    ) -> torch.Tensor:
+        x8, sx = quantize_rows(x_TK.contiguous())
+        w8, sw = quantize_rows(weight_NK)
+        ctx.save_for_backward(x_TK, weight_NK)
+        ctx.split_accumulator = split_accumulator
+        return scaled_mm(
+            x8, sx, w8, sw, split_accumulator=split_accumulator, dtype=x_TK.dtype
+        )
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, dy_TN: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            w8, sw = quantize_rows(weight)
+            g8, sg = quantize_rows(dy_TN.contiguous(), sw[:, 0])
+            ones = torch.ones(weight.shape[1], device=weight.device)
+            dx = scaled_mm(
+                g8, sg, transpose8(w8), ones,
+                split_accumulator=ctx.split_accumulator, dtype=dy_TN.dtype,
+            )  # fmt: skip
+        if ctx.needs_input_grad[1]:
+            dw = (dy_TN.t() @ x).to(weight.dtype)
+        return dx, dw, None
