@@ -43,8 +43,8 @@ def complete_token(command: str, before: Sequence[str], incomplete: str) -> list
     bash cuts words at `=`: there `key=val` arrives as `key`, `=`, `val`, and wants candidates for
     `val` alone. Other shells pass the whole token and want whole tokens back.
     """
-    if incomplete == "=" and before:
-        return _values(command, before[-1], "")
+    if before and before[-1] in dict(_keys(command)):  # the `=` itself is the word at hand
+        return _values(command, before[-1], incomplete.removeprefix("="))
     if len(before) >= 2 and before[-1] == "=":
         return _values(command, before[-2], incomplete)
     key, equals, start = incomplete.partition("=")

@@ -8,6 +8,7 @@ where a value came from. Merging is then a walk over the files in that order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from swiftfp8.config.paths import configs_dir, recipes_dir
+from swiftfp8.config.paths import GROUPS, configs_dir, group_options, recipes_dir, yaml_names
 from swiftfp8.config.sources import RECIPE, repository
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.registry import suggest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +74,7 @@ def layer_files(recipe: Path | None, choices: Mapping[str, str]) -> Layered:
     except yaml.YAMLError as error:
         raise yaml_problem(error, recipe) from error
     except (HydraException, OmegaConfBaseException, OSError, RecursionError) as error:
-        what = " ".join(str(error).split())
-        fix = "see 'Recipes that build on others' in docs/configuration.md"
-        raise SwiftFP8Error(what, where=shown_path(recipe), fix=fix) from error
+        raise _defaults_problem(error, recipe) from error
     changed = {
         group for group, option in choices.items() if standing.get(group) != f"{group}/{option}"
     }
@@ -112,6 +112,26 @@ def _defaults(repo: CachingConfigRepository, root: str, tokens: list[str]) -> li
     finally:
         version.VersionBase.instance().version_base = before
     return list(found.defaults)
+
+
+def _defaults_problem(error: Exception, recipe: Path | None) -> SwiftFP8Error:
+    """What Hydra says of a defaults list, in our words where the case is a common one."""
+    said = " ".join(str(error).split()).replace(RECIPE, recipe.name if recipe else "config.yaml")
+    fix = "see 'Recipes that build on others' in docs/configuration.md"
+    if missing := re.search(r"Could not (?:load|find) '([^']+)'", said):
+        name = missing[1]
+        folder, _, leaf = name.rpartition("/")
+        known = group_options(folder, recipe) if folder else yaml_names(recipes_dir())
+        best = suggest(leaf, [*known, "config"])
+        what = f"the defaults list names '{name}', and there is no such file"
+        fix = f"did you mean {best}?" if best else f"choose one of: {', '.join(known)}"
+    elif lost := re.search(r"Could not override '([^']+)'", said):
+        what = f"the defaults list overrides '{lost[1]}', which no other entry chooses"
+        best = suggest(lost[1], GROUPS)
+        fix = f"did you mean {best}?" if best and best != lost[1] else "leave out 'override'"
+    else:
+        what = said.partition(" Config search path:")[0]
+    return SwiftFP8Error(what, where=shown_path(recipe), fix=fix)
 
 
 def _merge(layered: Layered, repo: CachingConfigRepository, item: ResultDefault, by: str) -> None:

@@ -71,7 +71,7 @@ class RecipeSource(FileConfigSource):
             result = super().load_config(config_path)
             result.path = str(Path(self.path) / f"{config_path}.yaml")
         if "/" not in config_path:
-            _give_defaults(result.config)
+            _give_defaults(result.config, self.recipe)
         return result
 
 
@@ -86,7 +86,7 @@ class PackagedRecipes(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Read one recipe; one without defaults gets them."""
         result = _read(Path(self.path) / f"{config_path}.yaml", self.provider)
-        _give_defaults(result.config)
+        _give_defaults(result.config, None)
         return result
 
 
@@ -97,14 +97,14 @@ def _read(path: Path, provider: str) -> ConfigResult:
     )
 
 
-def _give_defaults(content: Any) -> None:
+def _give_defaults(content: Any, recipe: Path | None) -> None:
     """Put a flat recipe on top of `config`, with its plain group names as choices."""
     if not isinstance(content, DictConfig) or "defaults" in content:
         return
     entries: list[Any] = ["config"]
     for group in GROUPS:
         option = content.get(group)
-        if isinstance(option, str) and option in group_options(group):
+        if isinstance(option, str) and option in group_options(group, recipe):
             entries.append({f"override {group}" if group in _ALWAYS_CHOSEN else group: option})
             if group not in field_docs():
                 del content[group]

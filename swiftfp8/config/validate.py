@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -39,16 +39,20 @@ _LIMITS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less 
 def resolve(
     tree: Mapping[str, Any], provenance: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[SwiftFP8Error]]:
-    """Fill in `${...}` references."""
-    try:
-        filled = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
-    except OmegaConfBaseException as error:
-        key = str(getattr(error, "full_key", None) or "")
-        what = f"{key}: {str(error).splitlines()[0]}"
-        fix = "check the name between ${ and }"
-        return dict(tree), [SwiftFP8Error(what, where=_where(key, provenance, None), fix=fix)]
+    """Fill in `${...}` references. Keys that can't be filled in are reported and left out."""
+    config, problems = OmegaConf.create(dict(tree)), []
+    while True:
+        try:
+            filled = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+            break
+        except OmegaConfBaseException as error:
+            key = str(getattr(error, "full_key", None) or "")
+            where = _where(key.partition("[")[0], provenance, None)
+            problems.append(_unresolved(key, error, where))
+            if not _drop(config, key):
+                return {}, problems
     assert isinstance(filled, dict)
-    return {str(key): value for key, value in filled.items()}, []
+    return {str(key): value for key, value in filled.items()}, problems
 
 
 def validate(
@@ -68,6 +72,25 @@ def validate(
 def check_names(tree: Mapping[str, Any], provenance: Mapping[str, str]) -> list[SwiftFP8Error]:
     """What is named and can't be found: the model family, data sets, the chat template."""
     return list(_missing_names(tree, provenance))
+
+
+def _unresolved(key: str, error: Exception, where: str | None) -> SwiftFP8Error:
+    if isinstance(error, MissingMandatoryValue):
+        return SwiftFP8Error(f"{key} must be given", where=where, fix=f"add {key}=...")
+    what = f"{key}: {str(error).splitlines()[0]}"
+    return SwiftFP8Error(what, where=where, fix="check the name between ${ and }")
+
+
+def _drop(config: DictConfig, key: str) -> bool:
+    """Take a dotted key (an item of a list counts as the list) out; False where there is none."""
+    *parents, leaf = key.partition("[")[0].split(".")
+    node: Any = config
+    for parent in parents:
+        node = node._get_node(parent) if isinstance(node, DictConfig) else None
+    if not isinstance(node, DictConfig) or leaf not in node.keys():  # noqa: SIM118 (resolves)
+        return False
+    del node[leaf]
+    return True
 
 
 def _missing_names(

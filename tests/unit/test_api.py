@@ -1,0 +1,88 @@
+"""The Python interface hands the pipeline what the command line would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cli_kit import REPOSITORY
+
+import swiftfp8
+from swiftfp8 import SftArguments, Trainer, pipeline
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.requests import ExportRequest
+
+
+def arguments(**more: Any) -> SftArguments:
+    return SftArguments(
+        model_type="tiny",
+        dataset="quickstart",
+        dtype="fp8",
+        lora_rank=64,
+        max_steps=1000,
+        export_quantization_bit=8,
+        **more,
+    )
+
+
+def test_arguments_are_the_configuration() -> None:
+    config = arguments(precision={"strict": True}, train="short").config
+    assert (config.lora_rank, config.max_steps, config.export_quantization_bit) == (64, 1000, 8)
+    assert config.dataset == ("quickstart",)
+    assert config.precision.strict and config.train.logging_steps == 1
+
+
+def test_a_recipe_to_start_from() -> None:
+    assert SftArguments(config="quickstart", lora_rank=4).config.max_length == 256
+    assert repr(SftArguments("quickstart", lora_rank=4)) == "SftArguments(lora_rank=4)"
+
+
+def test_mistakes_are_told_at_once() -> None:
+    with pytest.raises(SwiftFP8Error, match="lora_rnk") as caught:
+        SftArguments(lora_rnk=8, dtype="fp9")
+    assert "did you mean lora_rank?" in str(caught.value) and "fp9" in str(caught.value)
+    with pytest.raises(SwiftFP8Error, match="no model"):
+        Trainer(SftArguments(dataset="quickstart"))
+
+
+def test_train_then_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def train(composed: Any) -> Any:
+        seen.append(composed.config)
+        return SimpleNamespace(run_dir=Path("output/run"))
+
+    monkeypatch.setattr(pipeline, "train", train)
+    monkeypatch.setattr(pipeline, "export", seen.append)
+    target = tmp_path / "a, b"
+    trainer = Trainer(arguments(export_dir=target))
+    with pytest.raises(SwiftFP8Error, match="nothing to export"):
+        trainer.export_model()
+    trainer.train()
+    trainer.export_model()
+    trained, request = seen
+    assert trained.export_dir is None  # or training would end with the export itself
+    assert request == ExportRequest(
+        run="output/run",
+        overrides=(f"export_dir='{target}'", "export_quantization_bit=8"),
+    )
+
+
+def test_plan_is_the_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "plan", lambda composed, hardware: (composed, hardware))
+    given = arguments()
+    assert Trainer(given).plan("h200") == (given.composed, "h200")
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, swiftfp8; print([m for m in ('torch', 'pydantic') if m in sys.modules])"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert answer.stdout.strip() == "[]"
+    with pytest.raises(AttributeError):
+        _ = swiftfp8.nothing
