@@ -1,0 +1,50 @@
+"""Figures of fidelity against hand-made distributions; text from every kind of file."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.fidelity import _compare, _summary, read_texts
+
+
+def test_figures_of_two_known_distributions() -> None:
+    """Token 0 has probability 1/2 in one model, 1/4 in the other; all else follows by hand."""
+    p = torch.tensor([[0.5, 0.25, 0.25]]).log().repeat(3, 1)
+    q = torch.tensor([[0.25, 0.5, 0.25]]).log().repeat(3, 1)
+    sums = _compare(p, q, torch.tensor([0, 0, 1]))  # predicts token 0, then token 1
+    result = _summary(sums, 2)
+    assert result.perplexity_merged == pytest.approx(math.sqrt(2 * 4))
+    assert result.perplexity_export == pytest.approx(math.sqrt(4 * 2))
+    assert result.perplexity_ratio == pytest.approx(1.0)
+    assert result.token_kl == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), rel=1e-6)
+    assert result.top1_agreement == 0.0
+    same = _summary(_compare(p, p, torch.tensor([0, 0, 1])), 2)
+    assert (same.token_kl, same.top1_agreement) == (0.0, 1.0)
+
+
+def test_texts_of_all_kinds(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain")
+    rows = [
+        {"text": "t"},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+        {"instruction": "i", "input": "", "output": "o", "id": 7},
+        "bare",
+    ]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    (tmp_path / "c.json").write_text(json.dumps(rows[:1]))
+    files = [tmp_path / name for name in ("a.txt", "b.jsonl", "c.json")]
+    assert read_texts(files) == ["plain", "t", "q\na", "i\n\no", "bare", "t"]
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{oops\n')
+    with pytest.raises(SwiftFP8Error) as caught:
+        read_texts([tmp_path / "a.jsonl"])
+    assert str(caught.value.where).endswith("a.jsonl:2")
+    (tmp_path / "a.pdf").write_bytes(b"x")
+    with pytest.raises(SwiftFP8Error, match="can't be read"):
+        read_texts([tmp_path / "a.pdf"])

@@ -1,0 +1,81 @@
+"""A directory appears whole or not at all."""
+
+import errno
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export import staging
+from swiftfp8.export.staging import staged
+
+
+def fill(target: Path, text: str = "new", **options: object) -> None:
+    with staged(target, **{"overwrite": False, "needed_bytes": 0, **options}) as partial:
+        assert not target.exists() or options
+        (partial / "config.json").write_text(text)
+
+
+def test_renamed_into_place(tmp_path: Path) -> None:
+    fill(tmp_path / "a" / "b" / "export")
+    assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x"), SwiftFP8Error("x")])
+def test_an_error_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    with (
+        pytest.raises(type(error)),
+        staged(tmp_path / "a" / "export", overwrite=False, needed_bytes=0) as partial,
+    ):
+        (partial / "half").write_text("half")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_export_is_kept_unless_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    fill(target, "old")
+    with pytest.raises(SwiftFP8Error, match="exists already"):
+        fill(target)
+    with (
+        pytest.raises(ValueError, match="boom"),
+        staged(target, overwrite=True, needed_bytes=0),
+    ):
+        raise ValueError("boom")
+    assert (target / "config.json").read_text() == "old"
+    fill(target, "new", overwrite=True)
+    assert (target / "config.json").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+def test_overwrite_spares_what_is_no_export(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years")
+    with pytest.raises(SwiftFP8Error, match="something else"):
+        fill(tmp_path / "home", overwrite=True)
+    assert (tmp_path / "home" / "thesis.txt").exists()
+
+
+def test_an_empty_directory_may_be_filled(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    with staged(tmp_path / "export", overwrite=False, needed_bytes=0) as partial:
+        (partial / "x").write_text("x")
+    assert (tmp_path / "export" / "x").exists()
+
+
+def test_no_space_is_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: usage(10**9, 0, 10**9))
+    with pytest.raises(SwiftFP8Error, match="no disk space"):
+        fill(tmp_path / "export", needed_bytes=10**9)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SwiftFP8Error, match="no disk space"),
+        staged(tmp_path / "export", overwrite=False, needed_bytes=0),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == []

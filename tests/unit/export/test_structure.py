@@ -1,0 +1,160 @@
+"""Every fault that was planted in a good export is found, by name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from export_kit import save_model
+from safetensors.torch import load_file, save_file
+
+from swiftfp8.config.schema import ExportConfig
+from swiftfp8.export.export import export_checkpoint
+from swiftfp8.export.verify import verify_directory
+
+Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.1.mlp.down_proj"
+K = "model.layers.0.self_attn.k_proj"
+
+
+@pytest.fixture(scope="module")
+def good_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sharded export with one excluded linear (o_proj of every layer) and a tokenizer file."""
+    root = tmp_path_factory.mktemp("structure")
+    base = save_model(root / "base")
+    (base / "tokenizer.json").write_text("{}")
+    settings = ExportConfig(verify=False, exclude=["o_proj"], max_shard_size="300KB")
+    export_checkpoint(base, None, root / "export", settings)
+    return root / "export"
+
+
+def edit_config(directory: Path, change: Callable[[dict], None]) -> None:
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    change(config["quantization_config"])
+    file.write_text(json.dumps(config))
+
+
+def edit_tensor(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(str(file))
+        if name in tensors:
+            tensors[name] = change(tensors[name]).contiguous()
+            save_file(tensors, str(file), metadata={"format": "pt"})
+
+
+def unlist(directory: Path) -> None:
+    edit_config(
+        directory, lambda s: s["modules_to_not_convert"].remove("model.layers.0.self_attn.o_proj")
+    )
+
+
+def suffix(directory: Path) -> None:
+    edit_config(directory, lambda s: s.update(modules_to_not_convert=["lm_head", "o_proj"]))
+
+
+def unlist_head(directory: Path) -> None:
+    edit_config(directory, lambda s: s["modules_to_not_convert"].remove("lm_head"))
+
+
+def wrong_block(directory: Path) -> None:
+    edit_config(directory, lambda s: s.update(weight_block_size=[64, 64]))
+
+
+def bf16_scale(directory: Path) -> None:
+    edit_tensor(directory, f"{Q}.weight_scale_inv", lambda t: t.bfloat16())
+
+
+def scale_shape(directory: Path) -> None:
+    edit_tensor(directory, f"{Q}.weight_scale_inv", lambda t: t[:1])
+
+
+def negative_scale(directory: Path) -> None:
+    edit_tensor(directory, f"{DOWN}.weight_scale_inv", lambda t: -t)
+
+
+def nan_byte(directory: Path) -> None:
+    def plant(tensor: torch.Tensor) -> torch.Tensor:
+        raw = tensor.view(torch.uint8).clone()
+        raw[-1, -1] = 0xFF
+        return raw.view(torch.float8_e4m3fn)
+
+    edit_tensor(directory, f"{DOWN}.weight", plant)
+
+
+def mixed_group(directory: Path) -> None:
+    edit_tensor(directory, f"{K}.weight", lambda t: t.bfloat16())
+    edit_config(directory, lambda s: s["modules_to_not_convert"].append(K))
+
+
+def three_dimensions(directory: Path) -> None:
+    edit_tensor(directory, f"{DOWN}.weight", lambda t: t[None])
+
+
+def missing_shard(directory: Path) -> None:
+    next(directory.glob("model-00002*")).unlink()
+
+
+def truncated(directory: Path) -> None:
+    file = next(directory.glob("model-00002*"))
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def index_disagrees(directory: Path) -> None:
+    file = directory / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    del index["weight_map"][f"{Q}.weight"]
+    file.write_text(json.dumps(index))
+
+
+def no_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").unlink()
+
+
+FAULTS: list[tuple[Callable[[Path], None], str]] = [
+    (unlist, "model.layers.0.self_attn.o_proj: is BF16 but not listed"),
+    (suffix, "'o_proj' is no full name"),
+    (unlist_head, "the output head lm_head is not listed"),
+    (wrong_block, "weight_block_size is not [128, 128]"),
+    (bf16_scale, f"{Q}.weight_scale_inv: is BF16, not F32"),
+    (scale_shape, f"{Q}.weight_scale_inv: has shape (1, 2), not (2, 2)"),
+    (negative_scale, f"{DOWN}.weight_scale_inv: holds scales that are not positive"),
+    (nan_byte, f"{DOWN}.weight: holds NaN bytes"),
+    (mixed_group, "mixed precision in a fused group"),
+    (three_dimensions, f"{DOWN}.weight: is FP8 with 3 dimensions"),
+    (missing_shard, "weights are missing"),
+    (truncated, "damaged safetensors file"),
+    (index_disagrees, f"{Q}.weight: is in "),
+    (no_tokenizer, "no tokenizer files"),
+]
+
+
+def test_the_good_export_has_none(good_export: Path) -> None:
+    assert len(list(good_export.glob("*.safetensors"))) > 3
+    assert verify_directory(good_export) == []
+
+
+@pytest.mark.parametrize(("plant", "expected"), FAULTS, ids=[f[0].__name__ for f in FAULTS])
+def test_planted_fault_is_found(
+    good_export: Path, tmp_path: Path, plant: Callable[[Path], None], expected: str
+) -> None:
+    copy = tmp_path / "export"
+    shutil.copytree(good_export, copy)
+    plant(copy)
+    found = [f"{fault.where}: {fault.what}" for fault in verify_directory(copy)]
+    assert any(expected in text for text in found), found
+
+
+def test_a_tied_head_stored_twice(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "llama_tied")
+    settings = ExportConfig(verify=False)
+    export_checkpoint(base, None, tmp_path / "export", settings)
+    file = str(tmp_path / "export" / "model.safetensors")
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file)
+    faults = verify_directory(tmp_path / "export")
+    assert [f.where for f in faults if "second time" in f.what] == ["lm_head.weight"]
