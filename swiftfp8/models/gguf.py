@@ -8,6 +8,7 @@ a Q4 file gives a BF16 model with Q4's losses.
 from __future__ import annotations
 
 import logging
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def _read(file: Path, load: Any) -> Any:
             where=str(file),
             fix="pip install gguf accelerate",
         ) from error
-    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, struct.error) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise SwiftFP8Error(
             f"the GGUF file can't be converted: {reason}",

@@ -75,7 +75,7 @@ def _extract(path: Path, folder: Path) -> None:
                 where=str(path),
                 fix="use a text-only checkpoint",
             )
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, save_original_format=False)  # the new names, not the old
     for pattern in (*_TOKENIZER_FILES, *_OTHER_FILES):
         for file in path.glob(pattern):
             shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,208 @@
+"""Each architecture from files to a loaded model, and checkpoints that must not load."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from model_dirs import CONFIGS, edit_json, write_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen2Config,
+)
+
+from swiftfp8.config.schema import Config
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.models.load import load_meta, load_model, load_tokenizer
+from swiftfp8.models.source import ModelSource, resolve_source
+
+IDS = torch.arange(3, 15)[None]
+
+
+def resolved(path: Path) -> tuple[ModelSource, Config]:
+    config = Config(model=str(path))
+    return resolve_source(config), config
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", list(CONFIGS))
+def test_meta_agrees_with_the_loaded_model(tmp_path: Path, architecture: str, tied: bool) -> None:
+    write_model(tmp_path, architecture, tie_word_embeddings=tied)
+    source, config = resolved(tmp_path)
+    meta = load_meta(source, config)
+    model = load_model(source, "fp32")
+
+    linears = {
+        name: (module.in_features, module.out_features, module.bias is not None)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear
+    }
+    assert {
+        linear.name: (linear.in_features, linear.out_features, linear.bias)
+        for linear in meta.linears
+    } == linears
+    assert meta.total_params == sum(parameter.numel() for parameter in model.parameters())
+    assert (meta.tied_head, meta.num_layers, meta.num_kv_heads, meta.head_dim) == (tied, 2, 2, 8)
+    assert [linear.name for linear in meta.linears if linear.kind == "head"] == ["lm_head"]
+    assert {linear.layer for linear in meta.linears if linear.kind == "linear"} == {0, 1}
+    assert "hello" in load_tokenizer(source).get_vocab()
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_loaded_as_transformers_loads_it(tmp_path: Path, dtype: str, expected: torch.dtype) -> None:
+    write_model(tmp_path, "llama", max_shard_size="20KB")
+    model = load_model(resolved(tmp_path)[0], dtype)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=expected)
+    assert {parameter.dtype for parameter in model.parameters()} == {expected}
+    assert model.config.use_cache is False
+    for name, parameter in plain.state_dict().items():
+        assert torch.equal(parameter, model.state_dict()[name]), name
+
+
+def test_a_7b_meta_takes_no_weights_and_little_time(tmp_path: Path) -> None:
+    """Qwen2.5-7B's shape; sparse files stand for its 14 GiB of weights, so nothing can be read."""
+    shape = Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    )
+    shape.save_pretrained(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    source, config = resolved(tmp_path)
+    load_meta(source, config)  # imports transformers' model code
+    started = time.perf_counter()
+    meta = load_meta(source, config)
+    assert time.perf_counter() - started < 3
+    assert meta.total_params == 7_615_616_512
+    assert len(meta.linears) == 28 * 7 + 1
+
+
+def test_a_multimodal_checkpoint_gives_its_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWIFTFP8_CACHE", str(tmp_path / "cache"))
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    whole = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    ).eval()
+    path = tmp_path / "gemma-mm"
+    whole.save_pretrained(path)
+
+    source, config = resolved(path)
+    meta = load_meta(source, config)
+    model = load_model(source, "fp32").eval()
+    assert (meta.architecture, meta.family) == ("Gemma3ForCausalLM", "gemma3")
+    assert not any("vision" in linear.name for linear in meta.linears)
+    with torch.no_grad():
+        # the same weights through the same operations: equal but for the order of a mask's sums
+        torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=1e-5, atol=1e-5)
+    assert resolved(path)[0].path == source.path  # made once
+    assert len(list((tmp_path / "cache" / "text").iterdir())) == 1
+
+
+def complaint(path: Path) -> str:
+    source, config = resolved(path)
+    with pytest.raises(SwiftFP8Error) as caught:
+        load_meta(source, config)
+        load_model(source, "fp32")
+    return str(caught.value)
+
+
+def rewrite(path: Path, change: object) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_missing_weights_are_named_and_not_made_up(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "lacks 1 weights of the model: model.layers.1.mlp.up_proj.weight" in complaint(tmp_path)
+
+
+def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    edit_json(tmp_path / "config.json", intermediate_size=48)
+    text = complaint(tmp_path)
+    assert "another shape" in text
+    assert "model.layers.0.mlp.down_proj.weight" in text
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    edit_json(tmp_path / "config.json", model_type="qwen99")
+    assert "doesn't know model_type 'qwen99'" in complaint(tmp_path)
+
+
+def test_an_architecture_that_is_no_causal_language_model(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    edit_json(tmp_path / "config.json", model_type="vit")
+    assert "not a causal language model" in complaint(tmp_path)
+
+
+def test_a_checkpoint_with_code_of_its_own_needs_consent(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    remote = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+    edit_json(tmp_path / "config.json", model_type="odd", auto_map=remote)
+    assert "trust_remote_code=true" in complaint(tmp_path)
+
+
+def test_a_config_that_makes_no_sense(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    edit_json(tmp_path / "config.json", hidden_size="wide")
+    assert "config.json" in complaint(tmp_path)
+
+
+def test_an_architecture_without_a_family_file_loads(tmp_path: Path) -> None:
+    from transformers import OlmoConfig
+
+    config = OlmoConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    source, run = resolved(tmp_path)
+    assert source.family.generic
+    assert load_meta(source, run).family == "olmo"
+    assert load_model(source, "fp32")(IDS).logits.isfinite().all()
+
+
+def test_the_gates_of_a_mixture_of_experts_are_routers(tmp_path: Path) -> None:
+    from transformers import Qwen2MoeConfig
+
+    config = Qwen2MoeConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=32,
+        num_experts=4,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    source, run = resolved(tmp_path)
+    kinds = {linear.name: linear.kind for linear in load_meta(source, run).linears}
+    assert kinds["model.layers.0.mlp.shared_expert_gate"] == "router"
+    assert kinds["model.layers.0.mlp.shared_expert.gate_proj"] == "linear"
+    experts = load_model(source, "fp32").model.layers[0].mlp.experts
+    assert experts.gate_up_proj.ndim == 3  # left as transformers holds them
