@@ -204,7 +204,7 @@ def _put_in_place(part: Path, target: Path) -> None:
 def _cannot_write(run_dir: Path, target: Path, error: Exception) -> RunFailed:
     newest = newest_checkpoint(run_dir)
     kept = f"{newest.name} is intact" if newest else "no earlier checkpoint exists"
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    reason = getattr(error, "strerror", None) or "the data could not be written"
     try:
         free = f"{shutil.disk_usage(run_dir).free / 2**30:.1f} GiB free"
     except OSError:
