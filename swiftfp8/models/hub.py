@@ -111,7 +111,7 @@ def _only_gguf(repo: str, hub: str) -> bool:
 
 def _offline(repo: str, reason: str) -> SwiftFP8Error:
     return SwiftFP8Error(
-        f"can't fetch '{repo}': {reason}",
+        f"no local directory '{repo}', and it can't be fetched: {reason}",
         where=f"model={repo}",
         fix="check the network (HF_ENDPOINT names a mirror, HF_HUB_OFFLINE must be unset), try "
         "hub=modelscope, or give model= a local directory",

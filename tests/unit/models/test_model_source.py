@@ -115,7 +115,7 @@ def test_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     text = complaint(model="Owner/Model")
-    assert "can't fetch 'Owner/Model'" in text
+    assert "no local directory 'Owner/Model', and it can't be fetched" in text
     assert "local directory" in text
 
 
