@@ -85,10 +85,14 @@ def _print_summary(names: Sequence[str], outcomes: Sequence[Outcome], console: C
     table.add_column("loss", justify="right")
     table.add_column("eval loss", justify="right")
     table.add_column("status")
-    table.add_column("run directory", overflow="fold")
     for number, (name, outcome) in enumerate(zip(names, outcomes, strict=True), 1):
         losses = [
             "" if loss is None else f"{loss:.4f}" for loss in (outcome.last_loss, outcome.eval_loss)
         ]
-        table.add_row(str(number), name, *losses, outcome.status, outcome.run_dir)
+        table.add_row(str(number), name, *losses, outcome.status)
     console.print(table)
+    for number, outcome in enumerate(outcomes, 1):
+        if outcome.run_dir:
+            console.print(
+                f"run {number}: {outcome.run_dir}", markup=False, highlight=False, soft_wrap=True
+            )

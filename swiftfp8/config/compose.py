@@ -70,7 +70,14 @@ def compose_sweep(
         except SwiftFP8Error as error:
             problems += [p for p in getattr(error, "problems", (error,)) if _new(p, problems)]
     raise_all(problems)
-    return _apart(members) if len(members) > 1 else members
+    if len(members) == 1:
+        return members
+    hints = tuple(
+        f"{first.key} makes a sweep; for all of them in one run: {first.key}=[...]"
+        for first, *others in parsed
+        if others and getattr(field_docs().get(first.key), "kind", None) == "names"
+    )
+    return _apart([replace(member, notes=(*member.notes, *hints)) for member in members])
 
 
 def compose_arguments(config: str | None, arguments: Mapping[str, Any]) -> Composed:

@@ -121,6 +121,12 @@ def test_a_sweep_gives_each_member_its_own_directories() -> None:
         assert compose_config(None, member.overrides).config == member.config
 
 
+def test_a_sweep_over_a_list_says_how_to_mean_the_list() -> None:
+    (first, _) = compose_sweep(None, ["dataset=quickstart,quickstart-unseen"])
+    assert first.config.dataset == ("quickstart",)
+    assert any("dataset=[...]" in note for note in first.notes)
+
+
 def test_one_configuration_is_no_sweep() -> None:
     with pytest.raises(SwiftFP8Error, match="sweep"):
         compose_config(None, ["lora_rank=4,8"])
