@@ -120,65 +120,55 @@ class _Encoder:
             return
         encoded = self._tokenize([rendered for _, rendered, _ in found], plain=False)
         for k, (example, rendered, spans) in enumerate(found):
-            ids = encoded["input_ids"][k]
-            if self.settings.whole:
-                yield self._whole(ids)
-            else:
-                yield self._masked(ids, encoded.encodings[k], rendered, spans, example.where)
+            view = _View(ids=encoded["input_ids"][k], chars=encoded.encodings[k], text=rendered)
+            yield self._mask(view, spans, example.where)
 
     def _spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        if self.marks_itself and not self.settings.whole:
+        if self.marks_itself:
             return _marked_spans(self.tokenizer, messages)
         rendered = self._render(messages)
-        return rendered, [] if self.settings.whole else self.finder.find(messages, rendered)
+        return rendered, self.finder.find(messages, rendered)
 
-    def _masked(
-        self, ids: list[int], encoding: Any, rendered: str, spans: list[Span], where: str
-    ) -> Pair:
-        row = np.asarray(ids, dtype=np.int32)
-        labels = np.full(len(ids), MASKED, dtype=np.int32)
-        for start, end in spans:
-            first, last = _token_range(encoding, rendered, start, end)
-            self._check(encoding, rendered, (start, end), (first, last), ids, where)
-            closed = self.special.intersection(ids[first:last])  # `{% generation %}` may hold it
-            stop = last if closed else self._end_of_turn(ids, encoding, rendered, end, last)
+    def _mask(self, view: _View, spans: list[Span], where: str) -> Pair:
+        """Ids up to the end of the last turn (templates may go on), and their labels."""
+        row = np.asarray(view.ids, dtype=np.int32)
+        labels = np.full(len(row), MASKED, dtype=np.int32)
+        stop = 0
+        for span in spans:
+            first, last = view.token_range(span)
+            self._check(view, span, first, last, where)
+            closed = self.special.intersection(
+                view.ids[first:last]
+            )  # `{% generation %}` may hold it
+            stop = last if closed else self._end_of_turn(view, span[1], last)
             labels[first:stop] = row[first:stop]
-        tail_is_open = bool(spans) and labels[-1] != MASKED and ids[-1] not in self.special
-        if tail_is_open and self.tokenizer.eos_token_id is not None:
-            eos = np.asarray([self.tokenizer.eos_token_id], dtype=np.int32)
-            return np.concatenate([row, eos]), np.concatenate([labels, eos])
+        if self.settings.whole:
+            labels[:stop] = row[:stop]
+        row, labels = row[:stop], labels[:stop]
+        eos = self.tokenizer.eos_token_id
+        if stop and row[-1] not in self.special and eos is not None:
+            return np.append(row, np.int32(eos)), np.append(labels, np.int32(eos))
         return row, labels
 
-    def _end_of_turn(
-        self, ids: list[int], encoding: Any, rendered: str, end: int, last: int
-    ) -> int:
+    def _end_of_turn(self, view: _View, end: int, last: int) -> int:
         """One past the special token that follows the turn with only blanks between, or `last`."""
-        for at in range(last, min(last + 3, len(ids))):
-            chars = encoding.token_to_chars(at)
-            if ids[at] in self.special:
-                between = rendered[end : chars[0]] if chars else ""
-                return at + 1 if not between.strip() else last
+        for at in range(last, min(last + 3, len(view.ids))):
+            if view.ids[at] in self.special:
+                chars = view.chars.token_to_chars(at)
+                between = view.text[end : chars[0]] if chars else ""
+                return last if between.strip() else at + 1
         return last
 
-    def _check(
-        self,
-        encoding: Any,
-        rendered: str,
-        span: Span,
-        tokens: tuple[int, int],
-        ids: list[int],
-        where: str,
-    ) -> None:
+    def _check(self, view: _View, span: Span, first: int, last: int, where: str) -> None:
         """The chosen tokens hold the turn, and beyond it nothing but blanks."""
-        first, last = tokens
-        wanted = rendered[span[0] : span[1]].strip()
-        start = encoding.token_to_chars(first)[0] if first < last else span[0]
-        end = encoding.token_to_chars(last - 1)[1] if first < last else span[0]
-        got = rendered[start:end].strip()
+        wanted = view.text[span[0] : span[1]].strip()
+        start, _ = view.chars.token_to_chars(first)
+        _, end = view.chars.token_to_chars(last - 1)
+        got = view.text[start:end].strip()
         if got == wanted and self.seen < _CHECKED:
             self.seen += 1
             decoded = self.tokenizer.decode(
-                ids[first:last], skip_special_tokens=False, clean_up_tokenization_spaces=False
+                view.ids[first:last], skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
             got = wanted if _same(decoded, wanted) else decoded
         if got != wanted:
@@ -243,23 +233,33 @@ def _marked_spans(tokenizer: Any, messages: list[Message]) -> tuple[str, list[Sp
     return rendered[0], [(start, end) for start, end in spans[0] if rendered[0][start:end].strip()]
 
 
-def _token_range(encoding: Any, rendered: str, start: int, end: int) -> tuple[int, int]:
-    """First and one past the last token that cover characters of the span.
+@dataclass(frozen=True, kw_only=True)
+class _View:
+    """A tokenized text: its ids, its characters' tokens (a `tokenizers.Encoding`), itself."""
 
-    Blanks may belong to no token where a tokenizer trims offsets, so the search moves inwards.
-    """
-    first = last = None
-    for at in range(start, end):
-        if (first := encoding.char_to_token(at)) is not None:
-            break
-    for at in range(end - 1, start - 1, -1):
-        if (last := encoding.char_to_token(at)) is not None:
-            break
-    if first is None or last is None:
-        raise SwiftFP8Error(
-            f"the tokenizer makes no token of the answer `{shorten(rendered[start:end])}`"
-        )
-    return first, last + 1
+    ids: list[int]
+    chars: Any
+    text: str
+
+    def token_range(self, span: Span) -> tuple[int, int]:
+        """First and one past the last token that cover characters of the span.
+
+        A tokenizer that trims offsets gives blanks no token, so the search moves inwards.
+        """
+        start, end = span
+        to_token = self.chars.char_to_token
+        first = next((t for at in range(start, end) if (t := to_token(at)) is not None), None)
+        if first is None:
+            raise SwiftFP8Error(f"no token covers the answer `{shorten(self.text[start:end])}`")
+        last = next(t for at in range(end - 1, start - 1, -1) if (t := to_token(at)) is not None)
+        stop = last + 1  # a character of several bytes may be several tokens
+        while stop < len(self.ids) and self._starts_before(stop, end):
+            stop += 1
+        return first, stop
+
+    def _starts_before(self, token: int, end: int) -> bool:
+        chars = self.chars.token_to_chars(token)
+        return chars is not None and chars[0] < end
 
 
 def _same(decoded: str, wanted: str) -> bool:

@@ -25,6 +25,7 @@ from swiftfp8.data.report import (
 )
 from swiftfp8.data.sources import RowSet, read_entry
 from swiftfp8.errors import SwiftFP8Error, raise_all
+from swiftfp8.registry import suggest
 
 if TYPE_CHECKING:
     import torch
@@ -168,6 +169,7 @@ def _convert_rows(
     rows: RowSet, config: Config, examples: list[Example], bad: list[BadPlace]
 ) -> SourceReport:
     columns = {**rows.columns, **config.data.columns}
+    _check_columns(rows, columns)
     first = rename(rows.rows[0], columns)
     asked = config.data.format if config.data.format != "auto" else rows.format or "auto"
     form, reason = choose_format(first, asked, where=rows.place(0))
@@ -183,6 +185,19 @@ def _convert_rows(
     return SourceReport(
         entry=rows.entry, where=rows.where, rows=len(rows.rows), format=form.name, reason=reason
     )
+
+
+def _check_columns(rows: RowSet, columns: Mapping[str, str]) -> None:
+    """A renamed column must be there in the first row, or its name is misspelt."""
+    for name in columns:
+        if name not in rows.rows[0]:
+            known = [str(column) for column in rows.rows[0]]
+            close = suggest(name, known)
+            raise SwiftFP8Error(
+                f"the first row lacks the column '{name}', which data.columns renames",
+                where=rows.place(0),
+                fix=f"did you mean {close}?" if close else f"its columns: {', '.join(known)}",
+            )
 
 
 def _settle_bad(bad: list[BadPlace], total: int, config: Config) -> None:

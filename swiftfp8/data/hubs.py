@@ -10,21 +10,18 @@ from swiftfp8.errors import SwiftFP8Error
 
 def read_hub(name: str, subset: str | None, split: str, hub: str) -> Sequence[Mapping[str, Any]]:
     """Download (or take from the cache) one split of a hub data set."""
-    return (
-        _from_modelscope(name, subset, split)
-        if hub == "modelscope"
-        else _from_hf(name, subset, split)
-    )
+    read = _from_modelscope if hub == "modelscope" else _from_hf
+    return read(name, subset, split)
 
 
 def _from_hf(name: str, subset: str | None, split: str) -> Sequence[Mapping[str, Any]]:
     import datasets
-    import httpx
     from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HTTPError  # of the HTTP client that the hub uses
 
     try:
         return datasets.load_dataset(name, subset, split=split)
-    except (OSError, ValueError, DatasetsError, httpx.HTTPError) as error:
+    except (OSError, ValueError, DatasetsError, HTTPError) as error:
         raise _unreachable(name, "Hugging Face", error, "hub=modelscope") from error
 
 
