@@ -202,7 +202,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     assert size > 150
     repository = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tiny), str(big), str(tmp_path)],
+        [sys.executable, "-c", MEMORY, str(tiny), str(big), str(tmp_path / "out")],
         env={**os.environ, "PYTHONPATH": repository, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
