@@ -250,8 +250,10 @@ def _surface(command: Any, name: str) -> list[str]:
     for param in command.params:
         if param.name in ("install_completion", "show_completion"):
             continue
-        label = ", ".join(param.opts) if param.param_type_name == "option" else param.name
-        lines.append(f"  - {label}: {param.help}")
+        option = param.param_type_name == "option"
+        lines.append(
+            f"  - {', '.join(param.opts)}: {param.help}" if option else f"  - {param.name}"
+        )
     lines.append("")
     for child, below in sorted(getattr(command, "commands", {}).items()):
         lines += _surface(below, f"{name} {child}")
