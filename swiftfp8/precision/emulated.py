@@ -39,7 +39,7 @@ from swiftfp8.precision.recipes import (
 
 NAME = "emulated"
 RECIPES = frozenset(FP8_RECIPES)
-_TOKEN_MULTIPLE = {"mxfp8": 32, "fp8_block": 128, "fp8_current": 16, "fp8_delayed": 16}
+_TOKEN_MULTIPLE = {"mxfp8": 32, "fp8_block": 16, "fp8_current": 16, "fp8_delayed": 16}
 _step = 0
 
 
@@ -82,15 +82,16 @@ class EmulatedLinear(PrecisionLinear):
         super().__init__(linear.in_features, linear.out_features)
         self.recipe = recipe
         self.trainable = trainable
-        self.bias = linear.bias
         if trainable:
             self.weight = linear.weight
         else:
             held = quantize_weight(linear.weight.detach(), recipe)
             self.register_buffer("weight_bits", held.data.view(torch.uint8), persistent=False)
             self.register_buffer("weight_scale", held.scale, persistent=False)
-            if self.bias is not None:
-                self.bias.requires_grad_(False)
+        # After the weight, as nn.Linear has it: an optimizer's state goes by parameters' order.
+        self.register_parameter("bias", linear.bias)
+        if self.bias is not None and not trainable:
+            self.bias.requires_grad_(False)
         self.x_history = _AmaxHistory(recipe)
         self.dy_history = _AmaxHistory(recipe)
 

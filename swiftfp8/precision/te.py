@@ -33,7 +33,7 @@ from swiftfp8.precision.recipes import E4M3, amax_of
 
 NAME = "te"
 RECIPES = frozenset(FP8_RECIPES)
-_TOKEN_MULTIPLE = {"mxfp8": 32, "fp8_block": 128, "fp8_current": 16, "fp8_delayed": 16}
+_TOKEN_MULTIPLE = {"mxfp8": 32, "fp8_block": 16, "fp8_current": 16, "fp8_delayed": 16}
 _STORAGE = (
     "_data",
     "_transpose",
@@ -127,7 +127,6 @@ class TELinear(PrecisionLinear):
         super().__init__(linear.in_features, linear.out_features)
         self.recipe = recipe
         self.token_multiple = token_multiple(recipe)
-        self.register_parameter("bias", linear.bias)
         self._delayed = DelayedScales(recipe) if recipe.recipe == "fp8_delayed" else None
         self._te: Any = None
 
@@ -179,6 +178,7 @@ class TEFrozenLinear(TELinear):
 
     def __init__(self, linear: nn.Linear, recipe: RecipeOptions) -> None:
         super().__init__(linear, recipe)
+        self.register_parameter("bias", linear.bias)
         if self.bias is not None:
             self.bias.requires_grad_(False)
         self._hide(_quantized_te_linear(linear, recipe))
@@ -216,6 +216,7 @@ class TETrainedLinear(TELinear):
         import transformer_engine.pytorch as te
 
         self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)  # after the weight, as nn.Linear has it
         te_linear = te.Linear(
             linear.in_features,
             linear.out_features,

@@ -72,9 +72,10 @@ def backward(model, plan, seed: int = 0) -> float:
 
 def gradient(model) -> torch.Tensor:
     """All gradients in one vector, the layers' and not the huge embedding's."""
+    named = sorted(model.named_parameters(), key=lambda pair: pair[0])
     parts = [
         parameter.grad.flatten().float()
-        for name, parameter in model.named_parameters()
+        for name, parameter in named
         if parameter.requires_grad and "embed" not in name
     ]
     return torch.cat(parts)
@@ -145,19 +146,19 @@ def test_full_tuning_gradients_follow_bf16(name: str) -> None:
     model, plan = injected(RecipeOptions(recipe=name), "full")
     assert backward(model, plan) == pytest.approx(expected, rel=0.01)
     assert measure_coverage(model, plan).kept == 1.0
-    # e5m2 gradients lose ~25 dB a product, and 24 layers add up.
-    assert sqnr_db(exact, gradient(model)) > 8
+    # Seen emulated: 16.6-17 dB over 24 layers.
+    assert sqnr_db(exact, gradient(model)) > 12
     assert set(plain_state_dict(model)) == names
 
 
 def test_learns_as_bf16_does_and_plain_peft_reads_the_adapter(tmp_path: Path) -> None:
     reference, plain_plan = injected(None)
-    expected = train(reference, plain_plan, 40, 1e-3)
+    expected = train(reference, plain_plan, 30, 3e-3)
     del reference
     gc.collect()
     model, plan = injected(RecipeOptions(recipe="fp8_block"))
-    losses = train(model, plan, 40, 1e-3)
-    assert losses[-1] < 0.7 * losses[0]
+    losses = train(model, plan, 30, 3e-3)
+    assert losses[-1] < losses[0] - 2
     assert sum(losses[-5:]) == pytest.approx(sum(expected[-5:]), rel=0.02)
     model.save_pretrained(tmp_path)
     tokens = {"input_ids": data(99)["input_ids"]}
