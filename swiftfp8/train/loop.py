@@ -109,7 +109,7 @@ class FP8Trainer(transformers.Trainer):
         """Check loss and gradient norm, then clip; returns the norm before clipping."""
         self.accelerator.unscale_gradients()
         parameters = [p for p in model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = _total_norm([p.grad for p in parameters])
         assert self._step_loss is not None
         tokens = torch.as_tensor(self._step_tokens, device=norm.device)
         # One read from the device for all that the host wants to know of this step.
@@ -309,6 +309,14 @@ class _WorkerStart:
         ignore_interrupts()
         if self.then is not None:
             self.then(worker)
+
+
+def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients together, in FP32 whatever their own precision."""
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _count_tokens(batch: Any) -> torch.Tensor | int:

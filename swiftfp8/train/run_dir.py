@@ -110,7 +110,7 @@ def describe_environment(seed: int) -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    versions = {"python": sys.version.split()[0]}
+    versions: dict[str, str | None] = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         versions[package] = _version(package)
     return {

@@ -7,12 +7,14 @@ from being resumed by a job that it does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers.utils import logging
 
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.plan import Plan
@@ -30,7 +32,8 @@ def save_weights(
         model.save_pretrained(str(folder), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
     else:
-        model.save_pretrained(str(folder), state_dict=plain_state_dict(model))
+        with _no_progress_bar():
+            model.save_pretrained(str(folder), state_dict=plain_state_dict(model))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
 
@@ -92,6 +95,18 @@ def check_fingerprint(checkpoint: Path, now: Mapping[str, Any]) -> None:
             fix="resume with the options that the run began with (resolved.yaml beside the "
             "checkpoint), or start a new run without resume_from_checkpoint",
         )
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keep transformers' bars out of ours."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _load_adapter(model: Any, checkpoint: Path) -> None:

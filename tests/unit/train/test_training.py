@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from swiftfp8.config.schema import DataConfig, GuardConfig, OptimConfig
 from swiftfp8.errors import RunFailed, SwiftFP8Error
 from swiftfp8.inject import precision_linears
+from swiftfp8.train.loop import _total_norm
 from swiftfp8.train.metrics import read_log
 from swiftfp8.train.trainer import run_training
 
@@ -107,6 +108,14 @@ def test_clipping_changes_the_step_but_not_the_logged_norm(tmp_path):
     assert losses(tmp_path / "off") == losses(tmp_path / "loose")
     assert first["tight"][1]["loss"] != first["off"][1]["loss"]
     assert first["tight"][0]["grad_norm"] == first["off"][0]["grad_norm"] > 1e-3
+
+
+def test_the_norm_of_bf16_gradients_is_exact():
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(65, 3, generator=generator).bfloat16() for _ in range(5)]
+    exact = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
+    # BF16 itself would round to 1 in 256.
+    assert _total_norm(gradients).item() == pytest.approx(exact, rel=1e-6)
 
 
 def test_schedules_warm_up_and_end_where_they_should(tmp_path):
