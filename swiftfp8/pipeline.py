@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
     """Plan, load, inject and train; then export, where the configuration asks for it."""
+    from transformers import set_seed
+
     from swiftfp8.data.dataset import load_datasets
     from swiftfp8.export.request import check_target_after_training, exports_after_training
     from swiftfp8.inject import inject_precision
@@ -47,7 +49,7 @@ def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
     source, made = _plan(config, probe())
     print_plan(made, console)
 
-    tokenizer = load_tokenizer(source, config.template)
+    tokenizer = load_tokenizer(source, config.template, config.trust_remote_code)
     datasets = load_datasets(config, tokenizer, made.fp8_token_multiple)
     _print_lines(console, datasets.report.summary_lines())
 
@@ -56,6 +58,7 @@ def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
     )
     with _kept_once_begun(run_dir):
         _print_lines(console, [f"run directory: {run_dir}"])
+        set_seed(config.seed)  # the adapter's first weights are drawn below
         model = load_model(
             source,
             made.weight_dtype,

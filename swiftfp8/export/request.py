@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from swiftfp8.export.locate import locate_run
 from swiftfp8.export.staging import check_target
 from swiftfp8.requests import ExportRequest
 
-_BIT_FORMATS = {8: "fp8_block", 16: "bf16"}
+_BIT_FORMATS: dict[int, Literal["fp8_block", "bf16"]] = {8: "fp8_block", 16: "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
