@@ -24,6 +24,7 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.layout import ExportFormat, Layout
 from swiftfp8.export.source import Source, build_model
 from swiftfp8.export.staging import check_space
+from swiftfp8.models.quiet import quiet_transformers
 
 _WINDOW = 512
 _SUFFIXES = (".txt", ".md", ".jsonl", ".json")
@@ -108,7 +109,8 @@ def text_windows(texts: Sequence[str], tokens: int, tokenizer_dir: Path) -> Tens
             "export.fidelity_dataset needs a tokenizer, and none can be loaded",
             where=str(tokenizer_dir),
         ) from error
-    ids = tokenizer("\n\n".join(texts), add_special_tokens=False)["input_ids"][:tokens]
+    with quiet_transformers():  # a text longer than the model's context is cut below
+        ids = tokenizer("\n\n".join(texts), add_special_tokens=False)["input_ids"][:tokens]
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     length = min(_WINDOW - len(bos), len(ids))
     if length < 2:

@@ -88,6 +88,14 @@ def test_merge_in_bf16_gives_the_adapters_logits(tmp_path: Path) -> None:
         ours, theirs = tensor.float(), expected[name].bfloat16().float()
         assert (ours != theirs).float().mean() < 1e-3
         torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-6)
+    unmerged = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), str(adapter)
+    )
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        wanted, got = unmerged(ids).logits, merged.float()(ids).logits
+    # one rounding of each weight to 8 bits of mantissa (2**-9), two layers deep
+    assert (got - wanted).norm() / wanted.norm() < 2.0**-7
 
 
 def test_float16_and_float32_bases_become_bf16(tmp_path: Path) -> None:
