@@ -150,8 +150,7 @@ def _forward(
     *h1, rstd1 = rmsnorm_quantize(x, w.norm1_K, w.eps)
     qkv = w.qkv.matmul(*h1, dtype)
     xa_qkv = w.qkv.project(*h1, packed[0])
-    lora = None if packed[0] is None or xa_qkv is None else (xa_qkv, packed[0].b_Nr)
-    finish_qkv_(qkv, lora, w.qkv.bias_N, *(rotary or (None, None)), w.heads)
+    finish_qkv_(qkv, _lora(xa_qkv, packed[0]), w.qkv.bias_N, *(rotary or (None, None)), w.heads)
     leaves, attended = _attend(qkv.view(batch, length, -1), w.heads, attention, keep)
     del qkv
 
@@ -159,8 +158,11 @@ def _forward(
     r, xa_o = w.o.forward(*a, packed[1], dtype, residual_TN=x)
 
     *h2, rstd2 = rmsnorm_quantize(r, w.norm2_K, w.eps)
-    gate_up, xa_gate_up = w.gate_up.forward(*h2, packed[2], dtype)
-    m8, sm, kept_gate_up = swiglu_quantize(gate_up, keep=keep, keep_fp8=w.keep_gate_up_fp8)
+    gate_up = w.gate_up.matmul(*h2, dtype)
+    xa_gate_up = w.gate_up.project(*h2, packed[2])
+    m8, sm, kept_gate_up = swiglu_quantize(
+        gate_up, _lora(xa_gate_up, packed[2]), keep=keep, keep_fp8=w.keep_gate_up_fp8
+    )
     del gate_up
 
     y = None
@@ -178,6 +180,12 @@ def _forward(
     if w.recompute != "cheap":
         kept.h1, kept.a, kept.h2 = (h1[0], h1[1]), a, (h2[0], h2[1])
     return y, kept
+
+
+def _lora(
+    xa_TR: torch.Tensor | None, packed: PackedAdapter | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return None if xa_TR is None or packed is None else (xa_TR, packed.b_Nr)
 
 
 def _attend(
@@ -209,10 +217,11 @@ def _backward(
     assert kept.gate_up is not None
 
     dm, gb_down, db_down = w.down.backward(
-        *quantize_rows(dy, w.down.scale_N), kept.xa_down, packed[3], dtype
+        *quantize_rows(dy, w.down.scale_N), kept.xa_down, packed[3], dtype, add_lora=False
     )
     assert dm is not None
-    d8, sd, m8 = swiglu_backward(dm, kept.gate_up, kept.sm, w.gate_up.scale_N)
+    lora = None if gb_down is None or packed[3] is None else (gb_down, packed[3].a_RK)
+    d8, sd, m8 = swiglu_backward(dm, lora, kept.gate_up, kept.sm, w.gate_up.scale_N)
     del dm
     kept.gate_up = None
     down = w.down.gradients(m8, kept.sm, gb_down, db_down)

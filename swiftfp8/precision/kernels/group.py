@@ -125,8 +125,12 @@ class Group:
         dtype: torch.dtype,
         *,
         need_dx: bool = True,
+        add_lora: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """dx [T, K], gb [T, R] (for `a_gradient`), dB [N, r]. g8, sg are rows of dy * s_w."""
+        """dx [T, K], gb = dy B [T, R] (for `gradients`), dB [N, r]. g8, sg are rows of dy * s_w.
+
+        With `add_lora=False` dx lacks gb A, which the caller adds where it reads dx.
+        """
         gb = db = dx = None
         if packed is not None and xa_TR is not None:
             gb = project_rows(g8_TN, sg_T1, packed.b_folded_Nr, self.ends)
@@ -142,7 +146,7 @@ class Group:
                 split_accumulator=self.split_accumulator,
                 dtype=dtype,
             )
-            if gb is not None and packed is not None:
+            if add_lora and gb is not None and packed is not None:
                 add_product_(dx, gb, packed.a_RK.t())
         return dx, gb, db
 

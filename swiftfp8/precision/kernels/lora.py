@@ -146,6 +146,7 @@ def gather_columns(
         JP=max(16, next_power_of_2(rank)),
         BT=64,
         BC=block_c,
+        Z_FIRST=transposed,
         num_warps=4,
         num_stages=4,
     )
@@ -239,13 +240,16 @@ def _add_product(
 def _gather_columns(
     X8, S, Z, OSCALE, OUT, T, C, E0, E1, E2, alpha, span, zt, oc, oj,
     SCALE: tl.constexpr, J: tl.constexpr, JP: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, Z_FIRST: tl.constexpr,
 ):  # fmt: skip
     block, start, end = _block_of(tl.program_id(0), E0, E1, E2, BC)
     split = tl.program_id(1)
     c = start + tl.arange(0, BC)
     j = tl.arange(0, JP)
-    sums = tl.zeros((BC, JP), tl.float32)
+    if Z_FIRST:
+        sums = tl.zeros((JP, BC), tl.float32)
+    else:
+        sums = tl.zeros((BC, JP), tl.float32)
     last = tl.minimum(split * span + span, T)
     for first in range(split * span, last, BT):
         t = first + tl.arange(0, BT)
@@ -261,12 +265,25 @@ def _gather_columns(
         )
         s = tl.load(S + t, mask=t < last, other=0.0)
         z = (z.to(tl.float32) * s[:, None]).to(Z.dtype.element_ty)
-        sums = tl.dot(tl.trans(x.to(Z.dtype.element_ty)), z, sums)
+        x = x.to(Z.dtype.element_ty)
+        if Z_FIRST:
+            sums = tl.dot(tl.trans(z), x, sums)
+        else:
+            sums = tl.dot(tl.trans(x), z, sums)
     sums = sums * alpha
     if SCALE:
-        sums = sums * tl.load(OSCALE + c, mask=c < end, other=0.0)[:, None]
-    out = OUT + split.to(tl.int64) * C * J + c[:, None] * oc + j[None, :] * oj
-    tl.store(out, sums, mask=(c[:, None] < end) & (j[None, :] < J))
+        scale = tl.load(OSCALE + c, mask=c < end, other=0.0)
+        if Z_FIRST:
+            sums = sums * scale[None, :]
+        else:
+            sums = sums * scale[:, None]
+    place = OUT + split.to(tl.int64) * C * J
+    if Z_FIRST:
+        mask = (c[None, :] < end) & (j[:, None] < J)
+        tl.store(place + c[None, :] * oc + j[:, None] * oj, sums, mask=mask)
+    else:
+        mask = (c[:, None] < end) & (j[None, :] < J)
+        tl.store(place + c[:, None] * oc + j[None, :] * oj, sums, mask=mask)
 
 
 @jit

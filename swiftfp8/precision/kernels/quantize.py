@@ -104,24 +104,30 @@ def scaled_mm(
 def _quantize_rows(
     X, COL, X8, S, K, stride, FOLD: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """One row a program: read it for its amax, then again, from cache, for the cast."""
+    """One row a program. A long row is read twice, the second time from cache."""
     row = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, BLOCK)
-    peak = tl.zeros((BLOCK,), tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        k = chunk * BLOCK + offsets
-        x = tl.load(X + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
-        if FOLD:
-            x = x * tl.load(COL + k, mask=k < K, other=0.0)
-        peak = tl.maximum(peak, tl.abs(x))
+    k = tl.arange(0, BLOCK)
+    x = _load_row(X + row * stride, COL, k, K, FOLD)
+    peak = tl.abs(x)
+    for chunk in tl.static_range(1, CHUNKS):
+        more = _load_row(X + row * stride, COL, chunk * BLOCK + k, K, FOLD)
+        peak = tl.maximum(peak, tl.abs(more))
     scale = tl.maximum(tl.max(peak, 0), 1e-30) / 448.0
     tl.store(S + row, scale)
-    for chunk in tl.static_range(CHUNKS):
-        k = chunk * BLOCK + offsets
-        x = tl.load(X + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
-        if FOLD:
-            x = x * tl.load(COL + k, mask=k < K, other=0.0)
-        tl.store(X8 + row * K + k, to_e4m3(x / scale), mask=k < K)
+    inverse = 1.0 / scale
+    tl.store(X8 + row * K + k, to_e4m3(x * inverse), mask=k < K)
+    for chunk in tl.static_range(1, CHUNKS):
+        i = chunk * BLOCK + k
+        x = _load_row(X + row * stride, COL, i, K, FOLD)
+        tl.store(X8 + row * K + i, to_e4m3(x * inverse), mask=i < K)
+
+
+@jit
+def _load_row(X, COL, k, K, FOLD: tl.constexpr):
+    x = tl.load(X + k, mask=k < K, other=0.0).to(tl.float32)
+    if FOLD:
+        x = x * tl.load(COL + k, mask=k < K, other=0.0)
+    return x
 
 
 @jit

@@ -144,7 +144,7 @@ def _rmsnorm(X, W, H, S, RSTD, K, eps, QUANTIZE: tl.constexpr, BLOCK: tl.constex
     if QUANTIZE:
         scale = tl.maximum(tl.max(tl.abs(h), 0), 1e-30) / 448.0
         tl.store(S + row, scale)
-        tl.store(H + row * K + k, to_e4m3(h / scale), mask=k < K)
+        tl.store(H + row * K + k, to_e4m3(h * (1.0 / scale)), mask=k < K)
     else:
         tl.store(H + row * K + k, h.to(H.dtype.element_ty), mask=k < K)
 
@@ -169,4 +169,4 @@ def _rmsnorm_backward(
         g = dx * tl.load(COL + k, mask=mask, other=0.0)
         scale = tl.maximum(tl.max(tl.abs(g), 0), 1e-30) / 448.0
         tl.store(S + row, scale)
-        tl.store(G8 + row * K + k, to_e4m3(g / scale), mask=mask)
+        tl.store(G8 + row * K + k, to_e4m3(g * (1.0 / scale)), mask=mask)

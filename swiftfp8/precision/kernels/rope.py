@@ -240,14 +240,15 @@ def _quantize_qkv_gradient(
     )
     peak = tl.maximum(_peak(q1, q2), tl.maximum(_peak(k1, k2), _peak(v1, v2)))
     scale = tl.maximum(peak, 1e-30) / 448.0
+    inverse = 1.0 / scale
     tl.store(S + t, scale)
     row = G8 + t * ((H + 2 * G) * D)
-    tl.store(row + q_col, to_e4m3(q1 / scale), mask=q_mask)
-    tl.store(row + q_col + D // 2, to_e4m3(q2 / scale), mask=q_mask)
-    tl.store(row + k_col, to_e4m3(k1 / scale), mask=k_mask)
-    tl.store(row + k_col + D // 2, to_e4m3(k2 / scale), mask=k_mask)
-    tl.store(row + v_col, to_e4m3(v1 / scale), mask=k_mask)
-    tl.store(row + v_col + D // 2, to_e4m3(v2 / scale), mask=k_mask)
+    tl.store(row + q_col, to_e4m3(q1 * inverse), mask=q_mask)
+    tl.store(row + q_col + D // 2, to_e4m3(q2 * inverse), mask=q_mask)
+    tl.store(row + k_col, to_e4m3(k1 * inverse), mask=k_mask)
+    tl.store(row + k_col + D // 2, to_e4m3(k2 * inverse), mask=k_mask)
+    tl.store(row + v_col, to_e4m3(v1 * inverse), mask=k_mask)
+    tl.store(row + v_col + D // 2, to_e4m3(v2 * inverse), mask=k_mask)
 
 
 @jit

@@ -1,12 +1,17 @@
 """SwiGLU between two FP8 matmuls: neither its product nor its gradients are written in BF16.
 
-    m = silu(g) u           forward:  m8, sm = rows of m;  g and u are kept as FP8 rows
-    dg = dm u σ(g)(1 + g(1 - σ(g)))       du = dm silu(g)
+    g, u = base + LoRA        m = silu(g) u
+    forward:  m8, sm = rows of m;  g and u are kept as FP8 rows, each with its own scale
+    dm = base + LoRA          dg = dm u sig(g) (1 + g - g sig(g))       du = dm silu(g)
     backward: d8, sd = rows of [dg | du] * s_w   (s_w the channel scales of gate and up), and m8
     again, which dA of down_proj reads, so that it need not be kept through the step
 
-A row is read once for its scales and a second time, from cache, for the cast. Traffic per element
-of m, in bytes: forward 4 + 1 + 2 (g and u kept in FP8), backward 2 + 2 + 2 + 1.
+A row's scale needs the whole row, a row is too long for one program's registers, and LoRA's
+product wants many rows at once. So each direction takes two passes over tiles: the first finds the
+rows' largest values, the second writes FP8 under the scales that follow. LoRA's product (rank r, a
+sliver of tensor core work) is added on load in both, which saves the pass that would write it. In
+bytes per element of m: forward 4, then 4 + 3; backward 3, then 3 + 3.
+
 The backward pass uses g and u as rounded to FP8: their 2.6% error enters dg, du and dA of down as a
 relative error of that size, like every other FP8 operand of the step.
 """
@@ -16,12 +21,17 @@ from dataclasses import dataclass
 import torch
 
 from swiftfp8.precision.kernels._triton import ceil_div, jit, next_power_of_2, runs_triton, tl
+from swiftfp8.precision.kernels.lora import add_product_
 from swiftfp8.precision.kernels.quantize import (
     E4M3,
     dequantize_rows,
     quantize_rows_reference,
     to_e4m3,
 )
+
+_TILE = {"BT": 64, "BN": 128, "num_warps": 8}
+_TILES_PER_PROGRAM = 4
+Lora = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,87 +51,107 @@ class GateUp:
 
 
 def swiglu_quantize(
-    gate_up_TI2: torch.Tensor, *, keep: bool, keep_fp8: bool
+    gate_up_TI2: torch.Tensor, lora: Lora | None, *, keep: bool, keep_fp8: bool
 ) -> tuple[torch.Tensor, torch.Tensor, GateUp | None]:
-    """m8, sm [T, 1], and where `keep`, what the backward pass needs of gate and up."""
+    """m8, sm [T, 1], and where `keep`, what the backward pass needs of gate and up.
+
+    `lora` is (xa [T, 2r], B [2I, r]), whose product belongs to gate and up. Where BF16 is kept,
+    it is added in place.
+    """
     if not runs_triton(gate_up_TI2):
-        return _forward_reference(gate_up_TI2, keep, keep_fp8)
+        return _forward_reference(gate_up_TI2, lora, keep, keep_fp8)
     tokens, width = gate_up_TI2.shape
-    inner = width // 2
-    device = gate_up_TI2.device
+    inner, device = width // 2, gate_up_TI2.device
+    peaks = torch.zeros(tokens, 3, dtype=torch.int32, device=device)
     m8 = torch.empty(tokens, inner, dtype=E4M3, device=device)
-    sm = torch.empty(tokens, 1, dtype=torch.float32, device=device)
-    kept, kept_scale = gate_up_TI2, None
-    if keep and keep_fp8:
-        kept = torch.empty(tokens, width, dtype=E4M3, device=device)
-        kept_scale = torch.empty(tokens, 2, dtype=torch.float32, device=device)
-    _swiglu[(tokens,)](
-        gate_up_TI2,
-        m8,
-        sm,
-        kept,
-        sm if kept_scale is None else kept_scale,
-        inner,
-        KEEP=kept_scale is not None,
-        **_row_shape(inner),
+    scales = torch.empty(3, tokens, dtype=torch.float32, device=device)
+    to_fp8 = keep and keep_fp8
+    kept = torch.empty_like(gate_up_TI2, dtype=E4M3) if to_fp8 else gate_up_TI2
+    xa, b = (gate_up_TI2, gate_up_TI2) if lora is None else lora
+    shape = {**_lora_shape(lora), **_TILE}
+    grid = (ceil_div(inner, _TILE["BN"] * _TILES_PER_PROGRAM), ceil_div(tokens, _TILE["BT"]))
+    _swiglu_peaks[grid](
+        gate_up_TI2, xa, b, peaks, tokens, inner, KEEP=to_fp8, TILES=_TILES_PER_PROGRAM, **shape
     )
-    return m8, sm, GateUp(data_TI2=kept, scale_T2=kept_scale) if keep else None
+    _swiglu_write[(ceil_div(inner, _TILE["BN"]), grid[1])](
+        gate_up_TI2, xa, b, peaks, m8, kept, scales, tokens, inner,
+        KEEP=to_fp8, ADD=keep and not to_fp8 and lora is not None, **shape,
+    )  # fmt: skip
+    sm = scales[0].view(tokens, 1)
+    if not keep:
+        return m8, sm, None
+    return m8, sm, GateUp(data_TI2=kept, scale_T2=scales[1:].t() if to_fp8 else None)
 
 
 def swiglu_backward(
-    dm_TI: torch.Tensor, kept: GateUp, sm_T1: torch.Tensor, col_scale_I2: torch.Tensor
+    dm_TI: torch.Tensor,
+    lora: Lora | None,
+    kept: GateUp,
+    sm_T1: torch.Tensor,
+    col_scale_I2: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """d8 [T, 2I] of [dg | du] * col_scale, its scales [T, 1], and m8 under the scales sm."""
+    """d8 [T, 2I] of [dg | du] * col_scale, its scales [T, 1], and m8 under the scales sm.
+
+    `lora` is (gb [T, r], A [r, I]) of down_proj, whose product belongs to dm.
+    """
     if not runs_triton(dm_TI):
-        return _backward_reference(dm_TI, kept, sm_T1, col_scale_I2)
+        return _backward_reference(dm_TI, lora, kept, sm_T1, col_scale_I2)
     tokens, inner = dm_TI.shape
+    peaks = torch.zeros(tokens, dtype=torch.int32, device=dm_TI.device)
     d8 = torch.empty(tokens, 2 * inner, dtype=E4M3, device=dm_TI.device)
     sd = torch.empty(tokens, 1, dtype=torch.float32, device=dm_TI.device)
     m8 = torch.empty(tokens, inner, dtype=E4M3, device=dm_TI.device)
-    _swiglu_backward[(tokens,)](
-        dm_TI,
-        kept.data_TI2,
-        sm_T1 if kept.scale_T2 is None else kept.scale_T2,
-        sm_T1,
-        col_scale_I2,
-        d8,
-        sd,
-        m8,
-        inner,
-        FP8=kept.scale_T2 is not None,
-        **_row_shape(inner),
-    )
+    gb, a = (dm_TI, dm_TI) if lora is None else lora
+    fp8 = kept.scale_T2 is not None
+    # Scales [2, T]: gate's, then up's.
+    kept_scale = sm_T1 if kept.scale_T2 is None else kept.scale_T2.t().contiguous()
+    shape = {**_lora_shape(lora, rows=True), **_TILE}
+    grid = (ceil_div(inner, _TILE["BN"] * _TILES_PER_PROGRAM), ceil_div(tokens, _TILE["BT"]))
+    _swiglu_backward_peaks[grid](
+        dm_TI, gb, a, kept.data_TI2, kept_scale, col_scale_I2, peaks, tokens, inner,
+        FP8=fp8, TILES=_TILES_PER_PROGRAM, **shape,
+    )  # fmt: skip
+    _swiglu_backward_write[(ceil_div(inner, _TILE["BN"]), grid[1])](
+        dm_TI, gb, a, kept.data_TI2, kept_scale, col_scale_I2, peaks, sm_T1, d8, sd, m8,
+        tokens, inner, FP8=fp8, **shape,
+    )  # fmt: skip
     return d8, sd, m8
 
 
-def _row_shape(inner: int) -> dict[str, int]:
-    block = min(next_power_of_2(inner), 4096)
-    return {
-        "BLOCK": block,
-        "CHUNKS": ceil_div(inner, block),
-        "num_warps": max(1, min(16, block // 256)),
-    }
+def _lora_shape(lora: Lora | None, *, rows: bool = False) -> dict[str, int | bool]:
+    rank = 16 if lora is None else lora[1].shape[0 if rows else 1]
+    return {"LORA": lora is not None, "J": rank, "JP": max(16, next_power_of_2(rank))}
 
 
 def _forward_reference(
-    gate_up_TI2: torch.Tensor, keep: bool, keep_fp8: bool
+    gate_up_TI2: torch.Tensor, lora: Lora | None, keep: bool, keep_fp8: bool
 ) -> tuple[torch.Tensor, torch.Tensor, GateUp | None]:
-    gate, up = gate_up_TI2.float().chunk(2, -1)
+    inner = gate_up_TI2.shape[1] // 2
+    gate_up = gate_up_TI2.float()
+    if lora is not None:
+        gate_up = add_product_(gate_up.clone(), *lora, (inner, 2 * inner))
+    gate, up = gate_up.chunk(2, -1)
     m8, sm = quantize_rows_reference(torch.nn.functional.silu(gate) * up)
     if not keep:
         return m8, sm, None
     if not keep_fp8:
-        return m8, sm, GateUp(data_TI2=gate_up_TI2, scale_T2=None)
+        return m8, sm, GateUp(data_TI2=gate_up_TI2.copy_(gate_up), scale_T2=None)
     (g8, sg), (u8, su) = quantize_rows_reference(gate), quantize_rows_reference(up)
     data = torch.cat([g8.view(torch.uint8), u8.view(torch.uint8)], -1).view(E4M3)
     return m8, sm, GateUp(data_TI2=data, scale_T2=torch.cat([sg, su], -1))
 
 
 def _backward_reference(
-    dm_TI: torch.Tensor, kept: GateUp, sm_T1: torch.Tensor, col_scale_I2: torch.Tensor
+    dm_TI: torch.Tensor,
+    lora: Lora | None,
+    kept: GateUp,
+    sm_T1: torch.Tensor,
+    col_scale_I2: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     gate, up = kept.dequantize()
     dm, sigma = dm_TI.float(), torch.sigmoid(gate)
+    if lora is not None:
+        dm = dm + lora[0].float() @ lora[1].float()
     d_gate = dm * up * sigma * (1 + gate * (1 - sigma))
     d_up = dm * gate * sigma
     d8, sd = quantize_rows_reference(torch.cat([d_gate, d_up], -1), col_scale_I2)
@@ -130,89 +160,159 @@ def _backward_reference(
 
 
 @jit
-def _swiglu(
-    GU, M8, SM, KEPT, KSCALE, INNER,
-    KEEP: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+def _swiglu_peaks(
+    GU, XA, B, PEAKS, T, INNER,
+    KEEP: tl.constexpr, TILES: tl.constexpr, LORA: tl.constexpr, J: tl.constexpr,
+    JP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, BLOCK)
-    gate_row = GU + row * 2 * INNER
-    m_peak = tl.zeros((BLOCK,), tl.float32)
-    g_peak = tl.zeros((BLOCK,), tl.float32)
-    u_peak = tl.zeros((BLOCK,), tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        i = chunk * BLOCK + offsets
-        g = tl.load(gate_row + i, mask=i < INNER, other=0.0).to(tl.float32)
-        u = tl.load(gate_row + INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
-        m_peak = tl.maximum(m_peak, tl.abs(g * tl.sigmoid(g) * u))
+    t = tl.program_id(1) * BT + tl.arange(0, BT)
+    first = tl.program_id(0) * (BN * TILES)
+    m_peak = tl.zeros((BT,), tl.float32)
+    g_peak = tl.zeros((BT,), tl.float32)
+    u_peak = tl.zeros((BT,), tl.float32)
+    for tile in range(TILES):
+        i = first + tile * BN + tl.arange(0, BN)
+        g, u = _gate_and_up(GU, XA, B, t, i, T, INNER, LORA, J, JP)
+        m_peak = tl.maximum(m_peak, tl.max(tl.abs(_silu(g) * u), 1))
         if KEEP:
-            g_peak = tl.maximum(g_peak, tl.abs(g))
-            u_peak = tl.maximum(u_peak, tl.abs(u))
-    sm = tl.maximum(tl.max(m_peak, 0), 1e-30) / 448.0
-    tl.store(SM + row, sm)
-    m_inv = 1.0 / sm
-    sg = tl.maximum(tl.max(g_peak, 0), 1e-30) / 448.0
-    su = tl.maximum(tl.max(u_peak, 0), 1e-30) / 448.0
+            g_peak = tl.maximum(g_peak, tl.max(tl.abs(g), 1))
+            u_peak = tl.maximum(u_peak, tl.max(tl.abs(u), 1))
+    # The bits of positive floats are in the order of their values.
+    tl.atomic_max(PEAKS + t * 3, m_peak.to(tl.int32, bitcast=True), mask=t < T, sem="relaxed")
     if KEEP:
-        tl.store(KSCALE + row * 2, sg)
-        tl.store(KSCALE + row * 2 + 1, su)
-    for chunk in tl.static_range(CHUNKS):
-        i = chunk * BLOCK + offsets
-        g = tl.load(gate_row + i, mask=i < INNER, other=0.0).to(tl.float32)
-        u = tl.load(gate_row + INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
-        m = g * tl.sigmoid(g) * u
-        tl.store(M8 + row * INNER + i, to_e4m3(m * m_inv), mask=i < INNER)
-        if KEEP:
-            kept_row = KEPT + row * 2 * INNER
-            tl.store(kept_row + i, to_e4m3(g / sg), mask=i < INNER)
-            tl.store(kept_row + INNER + i, to_e4m3(u / su), mask=i < INNER)
+        tl.atomic_max(
+            PEAKS + t * 3 + 1, g_peak.to(tl.int32, bitcast=True), mask=t < T, sem="relaxed"
+        )
+        tl.atomic_max(
+            PEAKS + t * 3 + 2, u_peak.to(tl.int32, bitcast=True), mask=t < T, sem="relaxed"
+        )
 
 
 @jit
-def _swiglu_backward(
-    DM, KEPT, KSCALE, SM, COL, D8, SD, M8, INNER,
-    FP8: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+def _swiglu_write(
+    GU, XA, B, PEAKS, M8, KEPT, SCALES, T, INNER,
+    KEEP: tl.constexpr, ADD: tl.constexpr, LORA: tl.constexpr, J: tl.constexpr,
+    JP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, BLOCK)
-    kept_row = KEPT + row * 2 * INNER
-    sg = 1.0
-    su = 1.0
-    if FP8:
-        sg = tl.load(KSCALE + row * 2)
-        su = tl.load(KSCALE + row * 2 + 1)
-    m_inv = 1.0 / tl.load(SM + row)
-    peak = tl.zeros((BLOCK,), tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        i = chunk * BLOCK + offsets
-        mask = i < INNER
-        dm = tl.load(DM + row * INNER + i, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(kept_row + i, mask=mask, other=0.0).to(tl.float32) * sg
-        u = tl.load(kept_row + INNER + i, mask=mask, other=0.0).to(tl.float32) * su
-        dg, du, _ = _gradients(dm, g, u)
-        dg *= tl.load(COL + i, mask=mask, other=0.0)
-        du *= tl.load(COL + INNER + i, mask=mask, other=0.0)
-        peak = tl.maximum(peak, tl.maximum(tl.abs(dg), tl.abs(du)))
-    sd = tl.maximum(tl.max(peak, 0), 1e-30) / 448.0
-    tl.store(SD + row, sd)
-    d_inv = 1.0 / sd
-    d_row = D8 + row * 2 * INNER
-    for chunk in tl.static_range(CHUNKS):
-        i = chunk * BLOCK + offsets
-        mask = i < INNER
-        dm = tl.load(DM + row * INNER + i, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(kept_row + i, mask=mask, other=0.0).to(tl.float32) * sg
-        u = tl.load(kept_row + INNER + i, mask=mask, other=0.0).to(tl.float32) * su
-        dg, du, m = _gradients(dm, g, u)
-        dg *= tl.load(COL + i, mask=mask, other=0.0)
-        du *= tl.load(COL + INNER + i, mask=mask, other=0.0)
-        tl.store(d_row + i, to_e4m3(dg * d_inv), mask=mask)
-        tl.store(d_row + INNER + i, to_e4m3(du * d_inv), mask=mask)
-        tl.store(M8 + row * INNER + i, to_e4m3(m * m_inv), mask=mask)
+    t = tl.program_id(1) * BT + tl.arange(0, BT)
+    i = tl.program_id(0) * BN + tl.arange(0, BN)
+    mask = (t[:, None] < T) & (i[None, :] < INNER)
+    g, u = _gate_and_up(GU, XA, B, t, i, T, INNER, LORA, J, JP)
+    first = tl.program_id(0) == 0
+    sm = _scale_of(PEAKS + t * 3, t < T)
+    tl.store(SCALES + t, sm, mask=(t < T) & first)
+    m = _silu(g) * u
+    rows = t[:, None].to(tl.int64)
+    tl.store(M8 + rows * INNER + i[None, :], to_e4m3(m * (1.0 / sm)[:, None]), mask=mask)
+    kept = KEPT + rows * (2 * INNER) + i[None, :]
+    if KEEP:
+        sg = _scale_of(PEAKS + t * 3 + 1, t < T)
+        su = _scale_of(PEAKS + t * 3 + 2, t < T)
+        tl.store(SCALES + T + t, sg, mask=(t < T) & first)
+        tl.store(SCALES + 2 * T + t, su, mask=(t < T) & first)
+        tl.store(kept, to_e4m3(g * (1.0 / sg)[:, None]), mask=mask)
+        tl.store(kept + INNER, to_e4m3(u * (1.0 / su)[:, None]), mask=mask)
+    if ADD:
+        tl.store(kept, g.to(KEPT.dtype.element_ty), mask=mask)
+        tl.store(kept + INNER, u.to(KEPT.dtype.element_ty), mask=mask)
 
 
 @jit
-def _gradients(dm, g, u):
+def _swiglu_backward_peaks(
+    DM, GB, A, KEPT, KSCALE, COL, PEAKS, T, INNER,
+    FP8: tl.constexpr, TILES: tl.constexpr, LORA: tl.constexpr, J: tl.constexpr,
+    JP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1) * BT + tl.arange(0, BT)
+    first = tl.program_id(0) * (BN * TILES)
+    peak = tl.zeros((BT,), tl.float32)
+    for tile in range(TILES):
+        i = first + tile * BN + tl.arange(0, BN)
+        dg, du, _ = _gradients(DM, GB, A, KEPT, KSCALE, COL, t, i, T, INNER, FP8, LORA, J, JP)
+        peak = tl.maximum(peak, tl.max(tl.maximum(tl.abs(dg), tl.abs(du)), 1))
+    tl.atomic_max(PEAKS + t, peak.to(tl.int32, bitcast=True), mask=t < T, sem="relaxed")
+
+
+@jit
+def _swiglu_backward_write(
+    DM, GB, A, KEPT, KSCALE, COL, PEAKS, SM, D8, SD, M8, T, INNER,
+    FP8: tl.constexpr, LORA: tl.constexpr, J: tl.constexpr, JP: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1) * BT + tl.arange(0, BT)
+    i = tl.program_id(0) * BN + tl.arange(0, BN)
+    mask = (t[:, None] < T) & (i[None, :] < INNER)
+    dg, du, m = _gradients(DM, GB, A, KEPT, KSCALE, COL, t, i, T, INNER, FP8, LORA, J, JP)
+    sd = _scale_of(PEAKS + t, t < T)
+    tl.store(SD + t, sd, mask=(t < T) & (tl.program_id(0) == 0))
+    d_inv = (1.0 / sd)[:, None]
+    m_inv = (1.0 / tl.load(SM + t, mask=t < T, other=1.0))[:, None]
+    rows = t[:, None].to(tl.int64)
+    place = D8 + rows * (2 * INNER) + i[None, :]
+    tl.store(place, to_e4m3(dg * d_inv), mask=mask)
+    tl.store(place + INNER, to_e4m3(du * d_inv), mask=mask)
+    tl.store(M8 + rows * INNER + i[None, :], to_e4m3(m * m_inv), mask=mask)
+
+
+@jit
+def _gate_and_up(GU, XA, B, t, i, T, INNER, LORA: tl.constexpr, J: tl.constexpr, JP: tl.constexpr):
+    """A tile of gate and of up in float32, LoRA's product added."""
+    mask = (t[:, None] < T) & (i[None, :] < INNER)
+    place = GU + t[:, None].to(tl.int64) * (2 * INNER) + i[None, :]
+    g = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(place + INNER, mask=mask, other=0.0).to(tl.float32)
+    if LORA:
+        j = tl.arange(0, JP)
+        xa_mask = (t[:, None] < T) & (j[None, :] < J)
+        xa = XA + t[:, None] * (2 * J) + j[None, :]
+        b_mask = (i[None, :] < INNER) & (j[:, None] < J)
+        b = B + i[None, :] * J + j[:, None]
+        xa_gate = tl.load(xa, mask=xa_mask, other=0.0)
+        xa_up = tl.load(xa + J, mask=xa_mask, other=0.0)
+        g = tl.dot(xa_gate, tl.load(b, mask=b_mask, other=0.0), g)
+        u = tl.dot(xa_up, tl.load(b + INNER * J, mask=b_mask, other=0.0), u)
+    return g, u
+
+
+@jit
+def _gradients(
+    DM, GB, A, KEPT, KSCALE, COL, t, i, T, INNER,
+    FP8: tl.constexpr, LORA: tl.constexpr, J: tl.constexpr, JP: tl.constexpr,
+):  # fmt: skip
+    """A tile of dg * s_w, du * s_w and m, in float32."""
+    mask = (t[:, None] < T) & (i[None, :] < INNER)
+    rows = t[:, None].to(tl.int64)
+    dm = tl.load(DM + rows * INNER + i[None, :], mask=mask, other=0.0).to(tl.float32)
+    if LORA:
+        j = tl.arange(0, JP)
+        gb = tl.load(
+            GB + t[:, None] * J + j[None, :], mask=(t[:, None] < T) & (j[None, :] < J), other=0.0
+        )
+        a = tl.load(
+            A + j[:, None] * INNER + i[None, :],
+            mask=(j[:, None] < J) & (i[None, :] < INNER),
+            other=0.0,
+        )
+        dm = tl.dot(gb, a, dm)
+    place = KEPT + rows * (2 * INNER) + i[None, :]
+    g = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(place + INNER, mask=mask, other=0.0).to(tl.float32)
+    if FP8:
+        g = g * tl.load(KSCALE + t, mask=t < T, other=0.0)[:, None]
+        u = u * tl.load(KSCALE + T + t, mask=t < T, other=0.0)[:, None]
     sigma = tl.sigmoid(g)
     silu = g * sigma
-    return dm * u * sigma * (1.0 + g - silu), dm * silu, silu * u
+    col_g = tl.load(COL + i, mask=i < INNER, other=0.0)[None, :]
+    col_u = tl.load(COL + INNER + i, mask=i < INNER, other=0.0)[None, :]
+    return dm * u * (sigma * (1.0 + g - silu)) * col_g, dm * silu * col_u, silu * u
+
+
+@jit
+def _silu(g):
+    return g * tl.sigmoid(g)
+
+
+@jit
+def _scale_of(peak_bits, mask):
+    peak = tl.load(peak_bits, mask=mask, other=0).to(tl.float32, bitcast=True)
+    return tl.maximum(peak, 1e-30) / 448.0
