@@ -13,11 +13,13 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import swiftfp8
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.train.checkpoint import clean_leftovers, find_resume, newest_checkpoint
 
@@ -25,7 +27,6 @@ RESULT_FILE = "result.json"
 _LOCK_FILE = ".lock"
 _SECRET = re.compile(r"token|secret|password|passwd|api_?key|credential", re.IGNORECASE)
 _PACKAGES = (
-    "swiftfp8",
     "torch",
     "transformers",
     "peft",
@@ -34,7 +35,8 @@ _PACKAGES = (
     "datasets",
     "numpy",
 )
-_held: dict[Path, int] = {}
+_held: dict[Path, int] = {}  # locks of this process, by directory
+_told: dict[Path, dict[str, str]] = {}  # files yet to be written, by directory
 
 
 def start_run(
@@ -46,6 +48,8 @@ def start_run(
     now: datetime | None = None,
 ) -> Path:
     """Create, or on a resume re-open, the run directory; lock it and write what the run was told.
+
+    A resumed run's files are only replaced by `confirm_run`, once its checkpoint is known to fit.
 
     Args:
         composed: a `Config`, or what `compose_config` returns (then its overrides are kept too).
@@ -64,18 +68,31 @@ def start_run(
     # The only import of the configuration's code below it: YAML is its business, not ours.
     from swiftfp8.config.compose import to_yaml
 
-    write_text(run_dir / "resolved.yaml", to_yaml(config))
-    write_text(run_dir / "overrides.txt", "".join(f"{line}\n" for line in overrides))
-    write_json(run_dir / "environment.json", describe_environment(config.seed))
+    # A resume is how a session began, not what the run is.
+    told = {
+        "resolved.yaml": to_yaml(replace(config, resume_from_checkpoint=None)),
+        "overrides.txt": "".join(f"{line}\n" for line in overrides),
+        "environment.json": to_json(describe_environment(config.seed)),
+    }
     if plan is not None:
-        write_json(run_dir / "plan.json", plan)
+        told["plan.json"] = to_json(plan)
     if precision_report is not None:
-        write_json(run_dir / "precision_report.json", precision_report)
+        told["precision_report.json"] = to_json(precision_report)
+    _told[run_dir.resolve()] = told
+    if not (run_dir / "resolved.yaml").exists():
+        confirm_run(run_dir)
     return run_dir
+
+
+def confirm_run(run_dir: Path) -> None:
+    """Write what `start_run` left to be written; no error where there is nothing."""
+    for name, text in _told.pop(run_dir.resolve(), {}).items():
+        write_text(run_dir / name, text)
 
 
 def release_run(run_dir: Path) -> None:
     """Give up this process's lock on `run_dir`; no error where it holds none."""
+    _told.pop(run_dir.resolve(), None)
     descriptor = _held.pop(run_dir.resolve(), None)
     if descriptor is not None:
         os.close(descriptor)
@@ -110,7 +127,10 @@ def describe_environment(seed: int) -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    versions: dict[str, str | None] = {"python": sys.version.split()[0]}
+    versions: dict[str, str | None] = {
+        "python": sys.version.split()[0],
+        "swiftfp8": swiftfp8.__version__,
+    }
     for package in _PACKAGES:
         versions[package] = _version(package)
     return {
@@ -141,9 +161,14 @@ def write_text(path: Path, text: str) -> None:
         ) from error
 
 
+def to_json(value: Any) -> str:
+    """`value` as indented JSON."""
+    return json.dumps(value, indent=2, default=str) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+    write_text(path, to_json(value))
 
 
 def _choose_directory(config: Any, source_name: str, now: datetime) -> Path:

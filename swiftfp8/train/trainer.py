@@ -35,7 +35,7 @@ from swiftfp8.train.metrics import (
     require_reporters,
 )
 from swiftfp8.train.progress import Display, open_display
-from swiftfp8.train.run_dir import RESULT_FILE, resume_command, write_json
+from swiftfp8.train.run_dir import RESULT_FILE, confirm_run, resume_command, write_json
 from swiftfp8.train.signals import StopRequest
 from swiftfp8.train.weights import check_fingerprint, fingerprint
 
@@ -97,6 +97,7 @@ def run_training(
     start = _StartPoint.find(resume_from, run_dir, mark)
     total = count_steps(len(datasets.train), config, int(os.environ.get("WORLD_SIZE", "1")))
     arguments = training_arguments(config, plan, run_dir, total)
+    confirm_run(run_dir)
     start.rewind(run_dir)
     meter = Meter(
         flops_per_token=flops_per_token(plan),

@@ -15,6 +15,7 @@ from train_kit import make_config
 from swiftfp8.errors import RunFailed, SwiftFP8Error
 from swiftfp8.train.checkpoint import write_checkpoint
 from swiftfp8.train.run_dir import (
+    confirm_run,
     describe_environment,
     discard_run,
     release_run,
@@ -125,6 +126,22 @@ def test_resuming_reopens_the_same_directory(tmp_path):
         assert begin(tmp_path, resume_from_checkpoint=str(where)).resolve() == run_dir.resolve()
         release_run(run_dir)
     assert not (run_dir / ".tmp-checkpoint-6").exists()
+
+
+def test_a_resumed_runs_files_change_only_once_it_is_known_to_fit(tmp_path):
+    run_dir = begin(tmp_path, seed=1)
+    save(run_dir, 3)
+    release_run(run_dir)
+    begin(tmp_path, seed=2, resume_from_checkpoint=str(run_dir))
+    assert "seed: 1" in (run_dir / "resolved.yaml").read_text()
+    release_run(run_dir)  # refused, say: what was to be written is forgotten
+    confirm_run(run_dir)
+    assert "seed: 1" in (run_dir / "resolved.yaml").read_text()
+    begin(tmp_path, seed=2, resume_from_checkpoint=str(run_dir))
+    confirm_run(run_dir)
+    text = (run_dir / "resolved.yaml").read_text()
+    assert "seed: 2" in text
+    assert "resume_from_checkpoint: null" in text
 
 
 def test_a_checkpoint_copied_out_of_its_run_begins_a_new_one(tmp_path):
