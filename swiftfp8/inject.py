@@ -57,7 +57,8 @@ class ModelBytes:
 def inject_precision(model: PreTrainedModel, plan: Plan, device: str | torch.device) -> nn.Module:
     """Replace the planned linears, move everything to `device`, add LoRA; returns the model.
 
-    With tuner=lora all but the adapter is frozen, with tuner=full everything is trained.
+    With tuner=lora all but the adapter is frozen, with tuner=full everything is trained. A fresh
+    adapter is drawn from the CPU's random state, which the caller seeds.
     """
     backend = find_backend(plan.backend)
     reason = backend.available()

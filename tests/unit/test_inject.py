@@ -150,6 +150,18 @@ def test_delayed_scaling_resumes_exactly() -> None:
     assert torch.equal(resumed.model.layers[0].mlp.up_proj.weight.grad, grad)
 
 
+def test_the_adapter_is_drawn_from_the_seeded_state() -> None:
+    def drawn(seed: int) -> torch.Tensor:
+        model = tiny_llama()
+        plan = plan_for(model, recipe=CURRENT)
+        torch.manual_seed(seed)
+        adapted = inject_precision(model, plan, "cpu")
+        return adapted.base_model.model.model.layers[1].mlp.up_proj.lora_A.default.weight
+
+    assert torch.equal(drawn(7), drawn(7))
+    assert not torch.equal(drawn(7), drawn(8))
+
+
 def test_recipes_without_memory_have_no_state() -> None:
     model = tiny_llama()
     plan = plan_for(model, recipe=CURRENT)
