@@ -220,7 +220,8 @@ def write_profile(step: Callable[[], Any], target: str) -> None:
         torch.cuda.synchronize()
     events = sorted(profiled.key_averages(), key=lambda e: -e.self_device_time_total)
     rows = [
-        f"{e.self_device_time_total / 1e3:9.2f} ms x{e.count:5d}  {e.key[:140]}" for e in events[:60]
+        f"{e.self_device_time_total / 1e3:9.2f} ms x{e.count:5d}  {e.key[:140]}"
+        for e in events[:60]
     ]
     total = sum(e.self_device_time_total for e in events) / 1e3
     Path(target).write_text("\n".join([f"{total:9.2f} ms in kernels", *rows]) + "\n")

@@ -247,9 +247,7 @@ class _TrainedMatmul(torch.autograd.Function):
         w8, sw = quantize_rows(weight_NK)
         ctx.save_for_backward(x_TK, weight_NK)
         ctx.split_accumulator = split_accumulator
-        return scaled_mm(
-            x8, sx, w8, sw, split_accumulator=split_accumulator, dtype=x_TK.dtype
-        )
+        return scaled_mm(x8, sx, w8, sw, split_accumulator=split_accumulator, dtype=x_TK.dtype)
 
     @staticmethod
     def backward(  # type: ignore[override]

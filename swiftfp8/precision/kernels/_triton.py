@@ -15,10 +15,14 @@ except ImportError as error:  # a CPU build of PyTorch comes without Triton
     triton = None
     MISSING = f"Triton can't be imported: {error}"
 
-    class tl:  # type: ignore[no-redef]  # noqa: N801
+    class tl:  # type: ignore[no-redef]
         """Stands in for triton.language in the kernels' annotations."""
 
         constexpr = object
+
+
+# Triton itself reads this when a kernel is defined.
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
@@ -28,9 +32,7 @@ def jit(kernel: Callable[..., Any]) -> Any:
 
 def runs_triton(x: torch.Tensor) -> bool:
     """Whether x's kernels run in Triton: on a GPU, or anywhere under Triton's interpreter."""
-    if x.is_cuda:
-        return True
-    return triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+    return x.is_cuda or INTERPRETED
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -217,11 +217,10 @@ def _backward(
     assert kept.gate_up is not None
 
     dm, gb_down, db_down = w.down.backward(
-        *quantize_rows(dy, w.down.scale_N), kept.xa_down, packed[3], dtype, add_lora=False
+        *quantize_rows(dy, w.down.scale_N), kept.xa_down, packed[3], dtype
     )
     assert dm is not None
-    lora = None if gb_down is None or packed[3] is None else (gb_down, packed[3].a_RK)
-    d8, sd, m8 = swiglu_backward(dm, lora, kept.gate_up, kept.sm, w.gate_up.scale_N)
+    d8, sd, m8 = swiglu_backward(dm, kept.gate_up, kept.sm, w.gate_up.scale_N)
     del dm
     kept.gate_up = None
     down = w.down.gradients(m8, kept.sm, gb_down, db_down)

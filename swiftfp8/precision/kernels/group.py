@@ -125,12 +125,8 @@ class Group:
         dtype: torch.dtype,
         *,
         need_dx: bool = True,
-        add_lora: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """dx [T, K], gb = dy B [T, R] (for `gradients`), dB [N, r]. g8, sg are rows of dy * s_w.
-
-        With `add_lora=False` dx lacks gb A, which the caller adds where it reads dx.
-        """
+        """dx [T, K], gb = dy B [T, R] (for `gradients`), dB [N, r]. g8, sg are rows of dy * s_w."""
         gb = db = dx = None
         if packed is not None and xa_TR is not None:
             gb = project_rows(g8_TN, sg_T1, packed.b_folded_Nr, self.ends)
@@ -146,7 +142,7 @@ class Group:
                 split_accumulator=self.split_accumulator,
                 dtype=dtype,
             )
-            if add_lora and gb is not None and packed is not None:
+            if gb is not None and packed is not None:
                 add_product_(dx, gb, packed.a_RK.t())
         return dx, gb, db
 
@@ -167,12 +163,12 @@ class Group:
         return [grad.to(t.dtype) for grad, t in zip((*das, *dbs), tensors, strict=True)]
 
     @property
-    def inverse_scale_N(self) -> torch.Tensor:  # noqa: N802
+    def inverse_scale_N(self) -> torch.Tensor:
         """1 / s_w."""
         return self._make_constants()[0]
 
     @property
-    def ones_K(self) -> torch.Tensor:  # noqa: N802
+    def ones_K(self) -> torch.Tensor:
         """The scales of Wᵀ's rows once s_w is folded into dy."""
         return self._make_constants()[1]
 

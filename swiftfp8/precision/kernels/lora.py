@@ -1,9 +1,9 @@
 """LoRA's thin matmuls, reading the FP8 tensors that the base matmuls read anyway.
 
-A group of linears that read one x (q, k, v or gate, up) is merged: A [R, K] stacks their A's, R = the
-sum of their ranks r; B [N, r] stacks their scaled B's, each row block with its own columns of x Aᵀ.
-`ends` are the blocks' ends in N: block i covers rows ends[i-1]..ends[i] of B, columns i r..(i+1) r
-of `xa`. With x = x8 sx, and g8 sg = rows of dy * s_w (see quantize.py):
+A group of linears that read one x (q, k, v or gate, up) is merged: A [R, K] stacks their A's, R
+the sum of their ranks r; B [N, r] stacks their scaled B's, each row block with its own columns of
+x Aᵀ. `ends` are the blocks' ends in N: block i covers rows ends[i-1]..ends[i] of B and columns
+i r..(i+1) r of `xa`. With x = x8 sx, and g8 sg = rows of dy * s_w (see quantize.py):
 
     xa = sx (x8 Aᵀ)                    [T, R]   project_rows(x8, sx, A)
     y += xa_i B_iᵀ                     [T, N]   add_product_(y, xa, B)
@@ -32,7 +32,7 @@ def project_rows(
     m_CJ: torch.Tensor,
     ends: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """scale * (x8 M) block by block of M's rows: BF16 [T, blocks * J]. M may be a transposed view."""
+    """scale * (x8 M) block by block of M's rows, [T, blocks * J]. M may be a transposed view."""
     tokens, columns = x8_TC.shape
     ends = [columns] if ends is None else list(ends)
     rank = m_CJ.shape[1]
@@ -76,8 +76,7 @@ def add_product_(
         return _add_product_reference(y_TN, z_TR, m_NJ, ends, residual_TN)
     assert y_TN.is_contiguous()
     starts = [0, *ends[:-1]]
-    block_n = 256 if all((b - a) % 256 == 0 for a, b in zip(starts, ends, strict=True)) else 128
-    tiles = sum(ceil_div(b - a, block_n) for a, b in zip(starts, ends, strict=True))
+    tiles = sum(ceil_div(b - a, 128) for a, b in zip(starts, ends, strict=True))
     _add_product[(tiles, ceil_div(tokens, 64))](
         y_TN,
         y_TN if residual_TN is None else residual_TN,
@@ -93,8 +92,8 @@ def add_product_(
         J=rank,
         JP=max(16, next_power_of_2(rank)),
         BT=64,
-        BN=block_n,
-        num_warps=8,
+        BN=128,
+        num_warps=4 if residual_TN is not None else 8,
     )
     return y_TN
 
@@ -111,7 +110,8 @@ def gather_columns(
 ) -> torch.Tensor:
     """alpha * out_scale * (x8ᵀ (scale z))_i, block by block of x8's columns: float32 [C, J].
 
-    With `transposed` it is written as [J, C], as a LoRA A is stored. Long sums over tokens are split among programs, and the parts added in a fixed order.
+    With `transposed` it is written as [J, C], as a LoRA A is stored. Sums over tokens are split
+    among programs, and the parts added in a fixed order.
     """
     tokens, columns = x8_TC.shape
     ends = [columns] if ends is None else list(ends)
@@ -123,9 +123,8 @@ def gather_columns(
         out = out * alpha if out_scale_C is None else out * (alpha * out_scale_C[:, None])
         return out.t().contiguous() if transposed else out
     starts = [0, *ends[:-1]]
-    block_c = 128
-    tiles = sum(ceil_div(b - a, block_c) for a, b in zip(starts, ends, strict=True))
-    splits = _splits(tiles, tokens) if x8_TC.is_cuda else _INTERPRETED_SPLITS
+    tiles = sum(ceil_div(b - a, 64) for a, b in zip(starts, ends, strict=True))
+    splits = _splits(tiles, tokens, rank) if x8_TC.is_cuda else _INTERPRETED_SPLITS
     shape = (rank, columns) if transposed else (columns, rank)
     partial = torch.empty(splits, *shape, dtype=torch.float32, device=x8_TC.device)
     _gather_columns[(tiles, splits)](
@@ -145,17 +144,16 @@ def gather_columns(
         J=rank,
         JP=max(16, next_power_of_2(rank)),
         BT=64,
-        BC=block_c,
-        Z_FIRST=transposed,
+        BC=64,
         num_warps=4,
-        num_stages=4,
+        num_stages=3,
     )
     return partial[0] if splits == 1 else partial.sum(0)
 
 
-def _splits(tiles: int, tokens: int) -> int:
-    """Programs along the tokens, so that a few hundred run at once."""
-    return max(1, min(16, 264 // tiles, tokens // 256))
+def _splits(tiles: int, tokens: int, rank: int) -> int:
+    """Programs along the tokens: their loops are short of loads in flight, so many must run."""
+    return max(1, min(32 if rank <= 16 else 16, 2600 // tiles, tokens // 256))
 
 
 def _three(ends: Sequence[int]) -> tuple[int, int, int]:
@@ -240,16 +238,13 @@ def _add_product(
 def _gather_columns(
     X8, S, Z, OSCALE, OUT, T, C, E0, E1, E2, alpha, span, zt, oc, oj,
     SCALE: tl.constexpr, J: tl.constexpr, JP: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, Z_FIRST: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     block, start, end = _block_of(tl.program_id(0), E0, E1, E2, BC)
     split = tl.program_id(1)
     c = start + tl.arange(0, BC)
     j = tl.arange(0, JP)
-    if Z_FIRST:
-        sums = tl.zeros((JP, BC), tl.float32)
-    else:
-        sums = tl.zeros((BC, JP), tl.float32)
+    sums = tl.zeros((JP, BC), tl.float32)
     last = tl.minimum(split * span + span, T)
     for first in range(split * span, last, BT):
         t = first + tl.arange(0, BT)
@@ -265,25 +260,15 @@ def _gather_columns(
         )
         s = tl.load(S + t, mask=t < last, other=0.0)
         z = (z.to(tl.float32) * s[:, None]).to(Z.dtype.element_ty)
-        x = x.to(Z.dtype.element_ty)
-        if Z_FIRST:
-            sums = tl.dot(tl.trans(z), x, sums)
-        else:
-            sums = tl.dot(tl.trans(x), z, sums)
+        sums = tl.dot(tl.trans(z), x.to(Z.dtype.element_ty), sums)
     sums = sums * alpha
     if SCALE:
-        scale = tl.load(OSCALE + c, mask=c < end, other=0.0)
-        if Z_FIRST:
-            sums = sums * scale[None, :]
-        else:
-            sums = sums * scale[:, None]
-    place = OUT + split.to(tl.int64) * C * J
-    if Z_FIRST:
-        mask = (c[None, :] < end) & (j[:, None] < J)
-        tl.store(place + c[None, :] * oc + j[:, None] * oj, sums, mask=mask)
-    else:
-        mask = (c[:, None] < end) & (j[None, :] < J)
-        tl.store(place + c[:, None] * oc + j[None, :] * oj, sums, mask=mask)
+        sums = sums * tl.load(OSCALE + c, mask=c < end, other=0.0)[None, :]
+    tl.store(
+        OUT + split.to(tl.int64) * C * J + c[None, :] * oc + j[:, None] * oj,
+        sums,
+        mask=(c[None, :] < end) & (j[:, None] < J),
+    )
 
 
 @jit

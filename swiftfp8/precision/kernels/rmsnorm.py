@@ -103,7 +103,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def _row_shape(features: int) -> dict[str, int]:
     block = next_power_of_2(features)
-    return {"BLOCK": block, "num_warps": max(1, min(16, block // 512))}
+    return {"BLOCK": block, "num_warps": max(1, min(16, block // 1024))}
 
 
 def _normalize(

@@ -195,14 +195,13 @@ def _finish_qkv(
     if BIAS:
         x1 += tl.load(BIAS_N + n, mask=in_half, other=0.0).to(tl.float32)[None, :]
         x2 += tl.load(BIAS_N + n + D // 2, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    if ROPE:
-        if head < H + G:
-            turn = (t % P)[:, None] * D + d[None, :]
-            c1 = tl.load(COS + turn, mask=mask, other=0.0).to(tl.float32)
-            s1 = tl.load(SIN + turn, mask=mask, other=0.0).to(tl.float32)
-            y1 = x1 * c1 - x2 * s1
-            x2 = x2 * c1 + x1 * s1
-            x1 = y1
+    if ROPE and head < H + G:
+        turn = (t % P)[:, None] * D + d[None, :]
+        c1 = tl.load(COS + turn, mask=mask, other=0.0).to(tl.float32)
+        s1 = tl.load(SIN + turn, mask=mask, other=0.0).to(tl.float32)
+        y1 = x1 * c1 - x2 * s1
+        x2 = x2 * c1 + x1 * s1
+        x1 = y1
     tl.store(place, x1.to(QKV.dtype.element_ty), mask=mask)
     tl.store(place + D // 2, x2.to(QKV.dtype.element_ty), mask=mask)
 

@@ -6,11 +6,13 @@
     backward: d8, sd = rows of [dg | du] * s_w   (s_w the channel scales of gate and up), and m8
     again, which dA of down_proj reads, so that it need not be kept through the step
 
-A row's scale needs the whole row, a row is too long for one program's registers, and LoRA's
-product wants many rows at once. So each direction takes two passes over tiles: the first finds the
-rows' largest values, the second writes FP8 under the scales that follow. LoRA's product (rank r, a
-sliver of tensor core work) is added on load in both, which saves the pass that would write it. In
-bytes per element of m: forward 4, then 4 + 3; backward 3, then 3 + 3.
+A row's scale needs the whole row. Forward, LoRA's product wants many rows at once, so two passes go
+over tiles: the first finds the rows' largest values, the second writes FP8 under the scales that
+follow; both add LoRA's product on load (rank r, a sliver of tensor core work), which saves writing
+it. Backward, a program holds one row in registers between finding its scale and casting it. In
+bytes per element of m: forward 4, then 4 + 3; backward 4 + 3. These kernels are bound by
+instructions as much as by memory, hence the approximate sigmoid (two of the GPU's special
+functions, 2 ulp each).
 
 The backward pass uses g and u as rounded to FP8: their 2.6% error enters dg, du and dA of down as a
 relative error of that size, like every other FP8 operand of the step.
@@ -20,7 +22,14 @@ from dataclasses import dataclass
 
 import torch
 
-from swiftfp8.precision.kernels._triton import ceil_div, jit, next_power_of_2, runs_triton, tl
+from swiftfp8.precision.kernels._triton import (
+    INTERPRETED,
+    ceil_div,
+    jit,
+    next_power_of_2,
+    runs_triton,
+    tl,
+)
 from swiftfp8.precision.kernels.lora import add_product_
 from swiftfp8.precision.kernels.quantize import (
     E4M3,
@@ -29,8 +38,11 @@ from swiftfp8.precision.kernels.quantize import (
     to_e4m3,
 )
 
-_TILE = {"BT": 64, "BN": 128, "num_warps": 8}
+_TILE = {"BT": 16, "BN": 256, "num_warps": 4}
 _TILES_PER_PROGRAM = 4
+_HELD_CHUNKS = 5
+# Triton's interpreter has no inline assembly.
+_EXACT_SIGMOID = tl.constexpr(INTERPRETED) if tl.constexpr is not object else INTERPRETED
 Lora = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -84,42 +96,29 @@ def swiglu_quantize(
 
 
 def swiglu_backward(
-    dm_TI: torch.Tensor,
-    lora: Lora | None,
-    kept: GateUp,
-    sm_T1: torch.Tensor,
-    col_scale_I2: torch.Tensor,
+    dm_TI: torch.Tensor, kept: GateUp, sm_T1: torch.Tensor, col_scale_I2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """d8 [T, 2I] of [dg | du] * col_scale, its scales [T, 1], and m8 under the scales sm.
-
-    `lora` is (gb [T, r], A [r, I]) of down_proj, whose product belongs to dm.
-    """
+    """d8 [T, 2I] of [dg | du] * col_scale, its scales [T, 1], and m8 under the scales sm."""
     if not runs_triton(dm_TI):
-        return _backward_reference(dm_TI, lora, kept, sm_T1, col_scale_I2)
+        return _backward_reference(dm_TI, kept, sm_T1, col_scale_I2)
     tokens, inner = dm_TI.shape
-    peaks = torch.zeros(tokens, dtype=torch.int32, device=dm_TI.device)
     d8 = torch.empty(tokens, 2 * inner, dtype=E4M3, device=dm_TI.device)
     sd = torch.empty(tokens, 1, dtype=torch.float32, device=dm_TI.device)
     m8 = torch.empty(tokens, inner, dtype=E4M3, device=dm_TI.device)
-    gb, a = (dm_TI, dm_TI) if lora is None else lora
-    fp8 = kept.scale_T2 is not None
-    # Scales [2, T]: gate's, then up's.
-    kept_scale = sm_T1 if kept.scale_T2 is None else kept.scale_T2.t().contiguous()
-    shape = {**_lora_shape(lora, rows=True), **_TILE}
-    grid = (ceil_div(inner, _TILE["BN"] * _TILES_PER_PROGRAM), ceil_div(tokens, _TILE["BT"]))
-    _swiglu_backward_peaks[grid](
-        dm_TI, gb, a, kept.data_TI2, kept_scale, col_scale_I2, peaks, tokens, inner,
-        FP8=fp8, TILES=_TILES_PER_PROGRAM, **shape,
-    )  # fmt: skip
-    _swiglu_backward_write[(ceil_div(inner, _TILE["BN"]), grid[1])](
-        dm_TI, gb, a, kept.data_TI2, kept_scale, col_scale_I2, peaks, sm_T1, d8, sd, m8,
-        tokens, inner, FP8=fp8, **shape,
+    # Eight elements a thread and chunk; five chunks fit into registers.
+    block = min(4096, max(256, next_power_of_2(ceil_div(inner, _HELD_CHUNKS))))
+    chunks = ceil_div(inner, block)
+    scale = sm_T1 if kept.scale_T2 is None else kept.scale_T2.t().contiguous()
+    _swiglu_backward[(tokens,)](
+        dm_TI, kept.data_TI2, scale, sm_T1, col_scale_I2, d8, sd, m8, tokens, inner,
+        FP8=kept.scale_T2 is not None, HOLD=chunks <= _HELD_CHUNKS, BLOCK=block, CHUNKS=chunks,
+        num_warps=max(1, block // 256),
     )  # fmt: skip
     return d8, sd, m8
 
 
-def _lora_shape(lora: Lora | None, *, rows: bool = False) -> dict[str, int | bool]:
-    rank = 16 if lora is None else lora[1].shape[0 if rows else 1]
+def _lora_shape(lora: Lora | None) -> dict[str, int | bool]:
+    rank = 16 if lora is None else lora[1].shape[1]
     return {"LORA": lora is not None, "J": rank, "JP": max(16, next_power_of_2(rank))}
 
 
@@ -142,16 +141,10 @@ def _forward_reference(
 
 
 def _backward_reference(
-    dm_TI: torch.Tensor,
-    lora: Lora | None,
-    kept: GateUp,
-    sm_T1: torch.Tensor,
-    col_scale_I2: torch.Tensor,
+    dm_TI: torch.Tensor, kept: GateUp, sm_T1: torch.Tensor, col_scale_I2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     gate, up = kept.dequantize()
     dm, sigma = dm_TI.float(), torch.sigmoid(gate)
-    if lora is not None:
-        dm = dm + lora[0].float() @ lora[1].float()
     d_gate = dm * up * sigma * (1 + gate * (1 - sigma))
     d_up = dm * gate * sigma
     d8, sd = quantize_rows_reference(torch.cat([d_gate, d_up], -1), col_scale_I2)
@@ -173,7 +166,7 @@ def _swiglu_peaks(
     for tile in range(TILES):
         i = first + tile * BN + tl.arange(0, BN)
         g, u = _gate_and_up(GU, XA, B, t, i, T, INNER, LORA, J, JP)
-        m_peak = tl.maximum(m_peak, tl.max(tl.abs(_silu(g) * u), 1))
+        m_peak = tl.maximum(m_peak, tl.max(tl.abs(g * _sigmoid(g) * u), 1))
         if KEEP:
             g_peak = tl.maximum(g_peak, tl.max(tl.abs(g), 1))
             u_peak = tl.maximum(u_peak, tl.max(tl.abs(u), 1))
@@ -201,7 +194,7 @@ def _swiglu_write(
     first = tl.program_id(0) == 0
     sm = _scale_of(PEAKS + t * 3, t < T)
     tl.store(SCALES + t, sm, mask=(t < T) & first)
-    m = _silu(g) * u
+    m = g * _sigmoid(g) * u
     rows = t[:, None].to(tl.int64)
     tl.store(M8 + rows * INNER + i[None, :], to_e4m3(m * (1.0 / sm)[:, None]), mask=mask)
     kept = KEPT + rows * (2 * INNER) + i[None, :]
@@ -218,40 +211,46 @@ def _swiglu_write(
 
 
 @jit
-def _swiglu_backward_peaks(
-    DM, GB, A, KEPT, KSCALE, COL, PEAKS, T, INNER,
-    FP8: tl.constexpr, TILES: tl.constexpr, LORA: tl.constexpr, J: tl.constexpr,
-    JP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+def _swiglu_backward(
+    DM, KEPT, KSCALE, SM, COL, D8, SD, M8, T, INNER,
+    FP8: tl.constexpr, HOLD: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(1) * BT + tl.arange(0, BT)
-    first = tl.program_id(0) * (BN * TILES)
-    peak = tl.zeros((BT,), tl.float32)
-    for tile in range(TILES):
-        i = first + tile * BN + tl.arange(0, BN)
-        dg, du, _ = _gradients(DM, GB, A, KEPT, KSCALE, COL, t, i, T, INNER, FP8, LORA, J, JP)
-        peak = tl.maximum(peak, tl.max(tl.maximum(tl.abs(dg), tl.abs(du)), 1))
-    tl.atomic_max(PEAKS + t, peak.to(tl.int32, bitcast=True), mask=t < T, sem="relaxed")
-
-
-@jit
-def _swiglu_backward_write(
-    DM, GB, A, KEPT, KSCALE, COL, PEAKS, SM, D8, SD, M8, T, INNER,
-    FP8: tl.constexpr, LORA: tl.constexpr, J: tl.constexpr, JP: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(1) * BT + tl.arange(0, BT)
-    i = tl.program_id(0) * BN + tl.arange(0, BN)
-    mask = (t[:, None] < T) & (i[None, :] < INNER)
-    dg, du, m = _gradients(DM, GB, A, KEPT, KSCALE, COL, t, i, T, INNER, FP8, LORA, J, JP)
-    sd = _scale_of(PEAKS + t, t < T)
-    tl.store(SD + t, sd, mask=(t < T) & (tl.program_id(0) == 0))
-    d_inv = (1.0 / sd)[:, None]
-    m_inv = (1.0 / tl.load(SM + t, mask=t < T, other=1.0))[:, None]
-    rows = t[:, None].to(tl.int64)
-    place = D8 + rows * (2 * INNER) + i[None, :]
-    tl.store(place, to_e4m3(dg * d_inv), mask=mask)
-    tl.store(place + INNER, to_e4m3(du * d_inv), mask=mask)
-    tl.store(M8 + rows * INNER + i[None, :], to_e4m3(m * m_inv), mask=mask)
+    """One row a program, held in registers as BF16 (HOLD), or computed again for the cast."""
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    sg = 1.0
+    su = 1.0
+    if FP8:
+        sg = tl.load(KSCALE + row)
+        su = tl.load(KSCALE + T + row)
+    m_inv = 1.0 / tl.load(SM + row)
+    dm_row = DM + row * INNER
+    kept_row = KEPT + row * 2 * INNER
+    peak = tl.zeros((BLOCK,), tl.float32)
+    held = ()
+    for chunk in tl.static_range(CHUNKS):
+        i = chunk * BLOCK + offsets
+        dg, du, m = _gradients(dm_row, kept_row, COL, i, INNER, sg, su)
+        peak = tl.maximum(peak, tl.maximum(tl.abs(dg), tl.abs(du)))
+        # m, made from rounded g and u, may exceed the scale made from exact ones: clamp it.
+        m = tl.minimum(tl.maximum(m * m_inv, -448.0), 448.0)
+        tl.store(M8 + row * INNER + i, to_e4m3(m), mask=i < INNER)
+        if HOLD:
+            held = held + (dg.to(tl.bfloat16), du.to(tl.bfloat16))  # noqa: RUF005 (Triton has no *)
+    sd = tl.maximum(tl.max(peak, 0), 1e-30) / 448.0
+    tl.store(SD + row, sd)
+    d_inv = 1.0 / sd
+    d_row = D8 + row * 2 * INNER
+    for chunk in tl.static_range(CHUNKS):
+        i = chunk * BLOCK + offsets
+        if HOLD:
+            dg = held[2 * chunk].to(tl.float32)
+            du = held[2 * chunk + 1].to(tl.float32)
+        else:
+            dg, du, _ = _gradients(dm_row, kept_row, COL, i, INNER, sg, su)
+        # Rounding to BF16 may have gone up, by less than e4m3's half step at 448.
+        tl.store(d_row + i, to_e4m3(dg * d_inv), mask=i < INNER)
+        tl.store(d_row + INNER + i, to_e4m3(du * d_inv), mask=i < INNER)
 
 
 @jit
@@ -275,41 +274,37 @@ def _gate_and_up(GU, XA, B, t, i, T, INNER, LORA: tl.constexpr, J: tl.constexpr,
 
 
 @jit
-def _gradients(
-    DM, GB, A, KEPT, KSCALE, COL, t, i, T, INNER,
-    FP8: tl.constexpr, LORA: tl.constexpr, J: tl.constexpr, JP: tl.constexpr,
-):  # fmt: skip
-    """A tile of dg * s_w, du * s_w and m, in float32."""
-    mask = (t[:, None] < T) & (i[None, :] < INNER)
-    rows = t[:, None].to(tl.int64)
-    dm = tl.load(DM + rows * INNER + i[None, :], mask=mask, other=0.0).to(tl.float32)
-    if LORA:
-        j = tl.arange(0, JP)
-        gb = tl.load(
-            GB + t[:, None] * J + j[None, :], mask=(t[:, None] < T) & (j[None, :] < J), other=0.0
-        )
-        a = tl.load(
-            A + j[:, None] * INNER + i[None, :],
-            mask=(j[:, None] < J) & (i[None, :] < INNER),
-            other=0.0,
-        )
-        dm = tl.dot(gb, a, dm)
-    place = KEPT + rows * (2 * INNER) + i[None, :]
-    g = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(place + INNER, mask=mask, other=0.0).to(tl.float32)
-    if FP8:
-        g = g * tl.load(KSCALE + t, mask=t < T, other=0.0)[:, None]
-        u = u * tl.load(KSCALE + T + t, mask=t < T, other=0.0)[:, None]
-    sigma = tl.sigmoid(g)
+def _gradients(DM, KEPT, COL, i, INNER, sg, su):
+    """dg * s_w, du * s_w and m of a row's elements i, in float32."""
+    mask = i < INNER
+    dm = tl.load(DM + i, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(KEPT + i, mask=mask, other=0.0).to(tl.float32) * sg
+    u = tl.load(KEPT + INNER + i, mask=mask, other=0.0).to(tl.float32) * su
+    sigma = _sigmoid(g)
     silu = g * sigma
-    col_g = tl.load(COL + i, mask=i < INNER, other=0.0)[None, :]
-    col_u = tl.load(COL + INNER + i, mask=i < INNER, other=0.0)[None, :]
-    return dm * u * (sigma * (1.0 + g - silu)) * col_g, dm * silu * col_u, silu * u
+    dg = dm * u * (sigma * (1.0 + g - silu)) * tl.load(COL + i, mask=mask, other=0.0)
+    du = dm * silu * tl.load(COL + INNER + i, mask=mask, other=0.0)
+    return dg, du, silu * u
 
 
 @jit
-def _silu(g):
-    return g * tl.sigmoid(g)
+def _sigmoid(x):
+    if _EXACT_SIGMOID:
+        return tl.sigmoid(x)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 e;
+        mul.ftz.f32 e, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 e, e;
+        add.ftz.f32 e, e, 0f3F800000;
+        rcp.approx.ftz.f32 $0, e;
+        }""",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @jit
