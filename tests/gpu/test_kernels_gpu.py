@@ -1,0 +1,239 @@
+"""The torch backend on a GPU: kernels, numerics, memory, and no wait for the host in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from swiftfp8.adapters.lora import add_adapter
+from swiftfp8.plan import LayerPlan, LoraPlan, RecipeOptions
+from swiftfp8.precision import torch_native
+from swiftfp8.precision.kernels import (
+    cross_entropy,
+    lora,
+    quantize,
+    rmsnorm,
+    rope,
+    swiglu,
+    transpose,
+)
+from swiftfp8.train.losses import fuse_loss
+
+pytestmark = pytest.mark.gpu
+MODULES = (cross_entropy, lora, quantize, rmsnorm, rope, swiglu, transpose)
+BF16 = torch.bfloat16
+# tokens, hidden, inner, query heads, key/value heads, head width, rank: Qwen2.5's 7B and 0.5B
+SHAPES = [(1024, 3584, 18944, 28, 4, 128, 16), (1000, 896, 4864, 14, 2, 64, 8)]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    reason = torch_native.available()
+    assert reason is None, reason
+    torch.manual_seed(0)
+    yield
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(BF16)
+
+
+def clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value.is_contiguous() else value
+
+
+def both(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The kernel's result and the reference's, each on a copy of the inputs."""
+    ours = function(*[clone(a) for a in args], **kwargs)
+    with ExitStack() as stack:
+        for module in MODULES:
+            stack.enter_context(mock.patch.object(module, "runs_triton", lambda x: False))
+        return ours, function(*[clone(a) for a in args], **kwargs)
+
+
+def assert_close(ours: Any, theirs: Any, tolerance: float = 5e-3) -> None:
+    if isinstance(ours, swiglu.GateUp):
+        ours, theirs = (ours.data_TI2, ours.scale_T2), (theirs.data_TI2, theirs.scale_T2)
+    if isinstance(ours, tuple):
+        for pair in zip(ours, theirs, strict=True):
+            assert_close(*pair, tolerance)
+    elif ours is not None:
+        error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+        assert error.item() < tolerance
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_row_kernels(shape: tuple[int, ...]) -> None:
+    tokens, hidden, inner, *_ = shape
+    x, columns = randn(tokens, hidden), torch.rand(hidden, device="cuda")
+    x[3] *= 100
+    x[:, 5] *= 50
+    assert_close(*both(quantize.quantize_rows, x))
+    assert_close(*both(quantize.quantize_rows, x, columns))
+    assert_close(*both(quantize.quantize_rows, randn(tokens, inner)))
+    assert_close(*both(transpose.transpose8, randn(inner, hidden).to(quantize.E4M3)))
+    weight = torch.rand(hidden, device="cuda").to(BF16) + 0.5
+    assert_close(*both(rmsnorm.rmsnorm_quantize, x, weight, 1e-6))
+    rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-6)
+    args = (randn(tokens, hidden), x, rstd, weight, randn(tokens, hidden))
+    assert_close(*both(rmsnorm.rmsnorm_backward, *args, columns))
+
+
+@pytest.mark.parametrize("keep_fp8", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_swiglu(shape: tuple[int, ...], keep_fp8: bool) -> None:
+    tokens, _, inner, *_, rank = shape
+    adapter = (randn(tokens, 2 * rank), randn(2 * inner, rank) * 0.1)
+    run = both(
+        swiglu.swiglu_quantize, randn(tokens, 2 * inner) * 2, adapter, keep=True, keep_fp8=keep_fp8
+    )
+    assert_close(*run)
+    _, sm, kept = run[1]
+    scales = torch.rand(2 * inner, device="cuda")
+    # The gradients are held in BF16 before the cast: some land on the other side of a boundary.
+    result = both(swiglu.swiglu_backward, randn(tokens, inner), kept, sm, scales)
+    assert_close(*result, tolerance=1.5e-2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lora_kernels(shape: tuple[int, ...]) -> None:
+    tokens, hidden, inner, queries, keys, width, rank = shape
+    x8, sx = quantize.quantize_rows_reference(randn(tokens, hidden))
+    a, z = randn(3 * rank, hidden) * 0.01, randn(tokens, 3 * rank)
+    assert_close(*both(lora.project_rows, x8, sx, a.t()))
+    assert_close(*both(lora.gather_columns, x8, sx, z, transposed=True))
+    assert_close(*both(lora.add_product_, randn(tokens, hidden), z, a.t()))
+    heads = rope.Heads(query=queries, key_value=keys, width=width)
+    for ends in ((hidden,), (inner, 2 * inner), heads.ends):
+        columns, blocks = ends[-1], len(ends)
+        g8, sg = quantize.quantize_rows_reference(randn(tokens, columns))
+        b, z = randn(columns, rank) * 0.01, randn(tokens, blocks * rank)
+        scale = torch.rand(columns, device="cuda") + 0.5
+        assert_close(*both(lora.project_rows, g8, sg, b, ends))
+        assert_close(*both(lora.gather_columns, g8, sg, z, ends, scale, 2.0))
+        y, residual = randn(tokens, columns), randn(tokens, columns)
+        assert_close(*both(lora.add_product_, y, z, b, ends, residual))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rope_and_loss(shape: tuple[int, ...]) -> None:
+    tokens, _, _, queries, keys, width, rank = shape
+    length = tokens // 2
+    heads = rope.Heads(query=queries, key_value=keys, width=width)
+    angles = torch.rand(length, width // 2, device="cuda") * 6
+    cos, sin = (torch.cat([part, part], -1).to(BF16) for part in (angles.cos(), angles.sin()))
+    merged = heads.ends[-1]
+    adapter = (randn(tokens, 3 * rank), randn(merged, rank) * 0.1)
+    qkv = randn(tokens, merged)
+    assert_close(*both(rope.finish_qkv_, qkv, adapter, randn(merged), cos, sin, heads))
+    dq = randn(2, length, queries, width).transpose(1, 2)
+    dk, dv = randn(2, keys, length, width), randn(2, length, keys, width).transpose(1, 2)
+    scale = torch.rand(merged, device="cuda")
+    assert_close(*both(rope.quantize_qkv_gradient, dq, dk, dv, cos, sin, scale))
+    labels = torch.randint(0, 32003, (tokens,), device="cuda")
+    labels[5] = -100
+    logits = randn(tokens, 32003) * 3
+    assert_close(*both(cross_entropy.cross_entropy_, logits, labels, grad=True))
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("tokens", [2048, 1003])
+def test_linear_with_lora_against_float64(tokens: int, split: bool) -> None:
+    linear = nn.Linear(3584, 4608, device="cuda", dtype=BF16)
+    linear.weight.data.normal_(0, 0.02)
+    x, dy = randn(tokens, 3584), randn(tokens, 4608)
+    for part in (x, dy):
+        part[:, ::97] *= 30
+        part[::50] *= 100
+    a, b = torch.randn(16, 3584, device="cuda") * 0.01, torch.randn(4608, 16, device="cuda") * 0.01
+    exact = [t.double().requires_grad_() for t in (x, a, b)]
+    y_exact = nn.functional.linear(exact[0], linear.weight.detach().double())
+    y_exact = y_exact + linear.bias.detach().double() + 2 * exact[0] @ exact[1].t() @ exact[2].t()
+    y_exact.backward(dy.double())
+    ours = [t.clone().requires_grad_() for t in (x, a, b)]
+    module = torch_native.RowwiseFrozenLinear(linear, split_accumulator=split)
+    y = module.forward_lora(*ours, 2.0, nn.Identity())
+    y.backward(dy)
+    assert decibels(y, y_exact) >= 25
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert decibels(mine.grad, theirs.grad) >= 20
+
+
+def decibels(result: torch.Tensor, expected: torch.Tensor) -> float:
+    expected = expected.double()
+    noise = (result.double() - expected).square().sum()
+    return (10 * torch.log10(expected.square().sum() / noise)).item()
+
+
+def small_model() -> nn.Module:
+    """Two layers of Qwen2.5-0.5B's shape with the engine, LoRA's B drawn at random."""
+    config = Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=2, num_attention_heads=14,
+        num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to("cuda", BF16)
+    model.requires_grad_(False)
+    names = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name != "lm_head"
+    ]
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        linear = model.get_submodule(name)
+        plan = LayerPlan(
+            name=name, in_features=linear.in_features, out_features=linear.out_features,
+            bias=linear.bias is not None, precision="fp8_current", reason="", lora=True,
+            trainable=False,
+        )  # fmt: skip
+        converted = torch_native.convert(linear, plan, RecipeOptions(recipe="fp8_current"))
+        setattr(model.get_submodule(parent), child, converted)
+    plan = LoraPlan(rank=16, alpha=32, dropout=0.0, use_rslora=False, targets=tuple(names))
+    adapted = add_adapter(model, plan)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.01)
+    return adapted.train()
+
+
+def gradients(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    with torch.autocast("cuda", BF16):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_fused_layers_agree_with_single_linears_and_never_wait() -> None:
+    model = small_model()
+    ids = torch.randint(0, 4096, (2, 512), device="cuda")
+    expected = gradients(model, ids)
+    assert set(torch_native.fuse_model(model).values()) == {None}
+    assert fuse_loss(model) is None
+    got = gradients(model, ids)
+    # Both paths carry FP8's noise through two layers, each its own.
+    assert min(decibels(got[n], expected[n]) for n in expected) > 15
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = gradients(model, ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(got[n], again[n]) for n in got)
+
+
+def test_converted_layers_hold_one_byte_a_parameter() -> None:
+    model = small_model()
+    torch_native.fuse_model(model)
+    torch.cuda.synchronize()
+    linears = [m for m in model.modules() if isinstance(m, torch_native.RowwiseFrozenLinear)]
+    parameters = sum(m.in_features * m.out_features for m in linears)
+    storages = {m.weight_bits.untyped_storage() for m in linears}
+    held = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+    assert held == parameters
+    assert sum(m.weight_bytes() for m in linears) <= 1.15 * parameters
