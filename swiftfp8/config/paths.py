@@ -10,6 +10,8 @@ from pathlib import Path
 
 import yaml
 
+from swiftfp8.errors import SwiftFP8Error
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 GROUPS = ("precision", "tuner", "train", "export")
@@ -29,6 +31,23 @@ def recipes_dir() -> Path:
 def assets_dir() -> Path:
     """Files that code reads as they are: the embedded model, tokenizer and rows."""
     return _PACKAGE / "assets"
+
+
+def find_chat_template(template: str, *, where: str | None = "template") -> Path:
+    """A Jinja file, or a packaged template by its name, for tokenizers that carry none.
+
+    Raises:
+        SwiftFP8Error: it is neither.
+    """
+    path = Path(template).expanduser()
+    if path.is_file():
+        return path
+    folder = _PACKAGE / "models" / "templates"
+    packaged = {file.stem: file for file in sorted(folder.glob("*.jinja"))}
+    if template in packaged:
+        return packaged[template]
+    fix = f"give a Jinja file, or one of: {', '.join(packaged)}"
+    raise SwiftFP8Error(f"no chat template file {template}", where=where, fix=fix)
 
 
 def yaml_names(folder: Path) -> list[str]:

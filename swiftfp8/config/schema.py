@@ -221,7 +221,7 @@ class Config:
     system: Annotated[str | None, FREE_TEXT] = None
     """System prompt for rows that have none."""
     template: PathText | None = None
-    """Jinja chat template file that replaces the tokenizer's own."""
+    """Jinja chat template that replaces the tokenizer's own: a file, or `chatml` or `gemma`."""
     num_train_epochs: Annotated[Real, Field(gt=0.0)] = 1.0
     """Passes over the data."""
     max_steps: Annotated[Whole, Field(ge=-1)] = -1

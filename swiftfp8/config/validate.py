@@ -13,7 +13,13 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from swiftfp8.config.fields import field_docs, schema_groups, unknown_key
-from swiftfp8.config.paths import configs_dir, group_options, model_types, yaml_names
+from swiftfp8.config.paths import (
+    configs_dir,
+    find_chat_template,
+    group_options,
+    model_types,
+    yaml_names,
+)
 from swiftfp8.config.schema import Config
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.registry import suggest, unknown
@@ -100,9 +106,11 @@ def _missing_names(
     if isinstance(family, str) and family.lower() not in map(str.lower, names := model_types()):
         yield unknown("model_type", family, names, where=_where("model_type", provenance, None))
     template = tree.get("template")
-    if isinstance(template, str) and not Path(template).expanduser().is_file():
-        where = _where("template", provenance, None)
-        yield SwiftFP8Error(f"no such template file: {template}", where=where)
+    if isinstance(template, str):
+        try:
+            find_chat_template(template, where=_where("template", provenance, None))
+        except SwiftFP8Error as error:
+            yield error
     export = tree.get("export")
     fidelity = export.get("fidelity_dataset") if isinstance(export, Mapping) else None
     for key, value in (

@@ -11,13 +11,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swiftfp8.config.paths import find_chat_template
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.models.source import ModelSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TEMPLATES = Path(__file__).parent / "templates"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>")
 
@@ -78,17 +78,7 @@ def read_template(template: str) -> str:
     """The text of a Jinja chat template: a file, or the name of a packaged one."""
     import jinja2
 
-    packaged = _TEMPLATES / f"{template}.jinja"
-    path = Path(template).expanduser()
-    if not path.is_file():
-        path = packaged
-    if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in _TEMPLATES.glob("*.jinja")))
-        raise SwiftFP8Error(
-            f"no chat template file {template}",
-            where="template",
-            fix=f"give a Jinja file, or one of: {names}",
-        )
+    path = find_chat_template(template)
     try:
         text = path.read_text(encoding="utf-8")
         # `generation` is a tag of transformers, which marks the assistant's tokens

@@ -100,7 +100,7 @@ def test_the_key_that_was_meant(key: str, meant: str) -> None:
         ("dataset=quikstart", "unknown dataset 'quikstart'"),
         ("dataset=rows.jsonl#5", "no such data set file: rows.jsonl"),
         ("val_dataset=./rows", "no such data set file: ./rows"),
-        ("template=gone.jinja", "no such template file: gone.jinja"),
+        ("template=gone.jinja", "no chat template file gone.jinja"),
     ],
 )
 def test_a_bad_value_is_one_problem_with_its_token(token: str, what: str) -> None:
