@@ -109,6 +109,8 @@ def check_lora(x: torch.Tensor) -> None:
     z, y, residual = randn(TOKENS, 3 * RANK), randn(TOKENS, OUTPUTS), randn(TOKENS, OUTPUTS)
     compare("project", lora.project_rows, x8, sx, a.t())
     compare("project blocks", lora.project_rows, g8, sg, b, ends)
+    inverse = torch.rand(OUTPUTS) * 1e3
+    compare("scale", lora.scale_columns, torch.randn(OUTPUTS, RANK), inverse, 2.0, BF16)
     compare("add blocks", lora.add_product_, y, z, b, ends)
     compare("add residual", lora.add_product_, y, z, b, ends, residual)
     compare("add transposed", lora.add_product_, randn(*x.shape), z, a.t())

@@ -147,6 +147,24 @@ def test_unfused_calls_give_the_same_loss() -> None:
     assert decibels(without, plain) < 20
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizers_step_is_seen(unrounded: None, fused: bool) -> None:
+    """A fused AdamW changes parameters without advancing their version."""
+    reference = adapt(build(LlamaConfig), fp8=False)
+    model = adapt(build(LlamaConfig), fp8=True)
+    fuse_model(model)
+    losses = []
+    for trained in (reference, model):
+        parameters = [p for p in trained.parameters() if p.requires_grad]
+        # Plain SGD would do; Adam's first step has every element's full size.
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=fused)
+        step(trained)
+        optimizer.step()
+        losses.append(step(trained)[0])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+    assert losses[0] < step(adapt(build(LlamaConfig), fp8=False))[0] - 0.05
+
+
 def test_padding_is_masked_as_in_the_plain_model(unrounded: None) -> None:
     reference = adapt(build(LlamaConfig), fp8=False)
     model = adapt(build(LlamaConfig), fp8=True)

@@ -2,8 +2,8 @@
 
 q, k, v (and gate, up) read the same x, so x is quantized once, multiplied once, and projected by
 all their A's at once. The merged weight is the only copy: each linear's own weight is a view of its
-rows. The adapters' parameters stay PEFT's; here live copies of them in the compute dtype, packed
-(see lora.py) and renewed when an optimizer has changed a parameter.
+rows. The adapters' parameters stay PEFT's; a forward pass packs copies of them in the compute dtype
+(see lora.py), which its backward pass uses too.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swiftfp8.precision.kernels.lora import add_product_, gather_columns, project_rows
+from swiftfp8.precision.kernels.lora import (
+    add_product_,
+    gather_columns,
+    project_rows,
+    scale_columns,
+)
 from swiftfp8.precision.kernels.quantize import scaled_mm
 from swiftfp8.precision.kernels.transpose import transpose8
 
@@ -50,37 +55,23 @@ class Group:
     bias_N: torch.Tensor | None = None
     adapter: Adapter | None = None
     split_accumulator: bool = False
-    _packed: PackedAdapter | None = field(default=None, repr=False)
-    _packed_at: tuple[object, ...] = field(default=(), repr=False)
     _constants: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
+    @torch.no_grad()
     def pack(self, dtype: torch.dtype) -> PackedAdapter | None:
-        """The adapter in `dtype`, renewed where a parameter changed since the last call."""
+        """The adapter's values of this moment in `dtype`; None without an adapter.
+
+        Made anew in every forward pass, for an optimizer need not leave a trace: a fused AdamW
+        does not even advance a parameter's version.
+        """
         if self.adapter is None:
             return None
-        tensors = self.adapter.tensors
-        stamp = (dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
-        if stamp != self._packed_at:
-            self._packed, self._packed_at = self._pack(self.adapter, dtype), stamp
-        return self._packed
-
-    @torch.no_grad()
-    def _pack(self, adapter: Adapter, dtype: torch.dtype) -> PackedAdapter:
-        count, (rank, features) = len(adapter.a), adapter.a[0].shape
-        device = self.weight8_NK.device
-        # Fresh tensors, not the old ones overwritten: a backward pass may still read those.
-        a = torch.empty(count * rank, features, dtype=dtype, device=device)
-        b = torch.empty(self.ends[-1], rank, dtype=torch.float32, device=device)
-        b_parts = [b[lo:hi] for lo, hi in zip((0, *self.ends[:-1]), self.ends, strict=True)]
-        torch._foreach_copy_(list(a.split(rank)), list(adapter.a))
-        torch._foreach_copy_(b_parts, list(adapter.b))
-        b *= adapter.scaling
-        return PackedAdapter(
-            a_RK=a,
-            b_Nr=b.to(dtype),
-            b_folded_Nr=(b * self.inverse_scale_N[:, None]).to(dtype),
-            scaling=adapter.scaling,
-        )
+        rank, features = self.adapter.a[0].shape
+        a = self.scale_N.new_empty(len(self.adapter.a) * rank, features, dtype=dtype)
+        torch._foreach_copy_(list(a.split(rank)), list(self.adapter.a))
+        scaling = self.adapter.scaling
+        b, folded = scale_columns(merge_rows(self.adapter.b), self.inverse_scale_N, scaling, dtype)
+        return PackedAdapter(a_RK=a, b_Nr=b, b_folded_Nr=folded, scaling=scaling)
 
     def matmul(self, x8_TK: torch.Tensor, sx_T1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The frozen part alone, x Wᵀ, [T, N]."""

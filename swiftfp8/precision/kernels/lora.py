@@ -151,6 +151,22 @@ def gather_columns(
     return partial[0] if splits == 1 else partial.sum(0)
 
 
+def scale_columns(
+    b_Nr: torch.Tensor, inverse_scale_N: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """B * scaling, and B * scaling / s_w, both [N, r] in `dtype`."""
+    if not runs_triton(b_Nr):
+        scaled = b_Nr.float() * scaling
+        return scaled.to(dtype), (scaled * inverse_scale_N[:, None]).to(dtype)
+    rows, rank = b_Nr.shape
+    assert b_Nr.is_contiguous()
+    out = torch.empty(2, rows, rank, dtype=dtype, device=b_Nr.device)
+    _scale_columns[(ceil_div(rows * rank, 1024),)](
+        b_Nr, inverse_scale_N, out, rows * rank, scaling, rank, BLOCK=1024, num_warps=4
+    )
+    return out[0], out[1]
+
+
 def _splits(tiles: int, tokens: int, rank: int) -> int:
     """Programs along the tokens: their loops are short of loads in flight, so many must run."""
     return max(1, min(32 if rank <= 16 else 16, 2600 // tiles, tokens // 256))
@@ -204,6 +220,15 @@ def _project_rows(
     sums = sums * tl.load(S + t, mask=t < T, other=0.0)[:, None]
     out = OUT + t[:, None] * (tl.num_programs(1) * J) + block * J + j[None, :]
     tl.store(out, sums.to(OUT.dtype.element_ty), mask=(t[:, None] < T) & (j[None, :] < J))
+
+
+@jit
+def _scale_columns(B, INV, OUT, COUNT, scaling, rank, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.load(B + i, mask=i < COUNT, other=0.0).to(tl.float32) * scaling
+    inverse = tl.load(INV + i // rank, mask=i < COUNT, other=0.0)
+    tl.store(OUT + i, b.to(OUT.dtype.element_ty), mask=i < COUNT)
+    tl.store(OUT + COUNT + i, (b * inverse).to(OUT.dtype.element_ty), mask=i < COUNT)
 
 
 @jit
