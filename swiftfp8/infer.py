@@ -274,8 +274,11 @@ def _read_config(model_dir: Path, trust_remote_code: bool) -> tuple[Any, dict[st
 def _with_adapter(model: Any, adapter_dir: Path) -> Any:
     from peft import PeftModel
 
+    from swiftfp8.models.quiet import quiet_peft
+
     try:
-        return PeftModel.from_pretrained(model, str(adapter_dir))
+        with quiet_peft():
+            return PeftModel.from_pretrained(model, str(adapter_dir))
     except (OSError, ValueError, RuntimeError) as error:
         raise SwiftFP8Error(
             f"can't load the adapter: {str(error).splitlines()[0]}",

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.models.quiet import quiet_peft
 from swiftfp8.plan import LoraPlan
 from swiftfp8.precision._backend import PrecisionLinear, add_lora
 
@@ -84,7 +85,8 @@ def add_adapter(model: PreTrainedModel, plan: LoraPlan) -> PeftModel:
     )
     layers = {PrecisionLinear: LoraPrecisionLinear, nn.Linear: LoraPrecisionLinear}
     config._register_custom_module(layers)
-    adapted = get_peft_model(model, config)
+    with quiet_peft():
+        adapted = get_peft_model(model, config)
     found = {
         name.removeprefix("base_model.model.")
         for name, module in adapted.named_modules()
