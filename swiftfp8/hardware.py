@@ -9,6 +9,7 @@ The rules, by CUDA compute capability: FP16 everywhere, BF16 from 8.0 (Ampere), 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -21,6 +22,7 @@ from swiftfp8.registry import unknown
 GIB = 1024**3
 PER_TENSOR = ("fp8_current", "fp8_delayed")
 ALL_FP8 = ("mxfp8", "fp8_block", *PER_TENSOR)
+TORCH_RECIPES = ("fp8_current",)
 
 # name: (marketing name, compute capability, GiB that torch reports of one device)
 PRESETS: dict[str, tuple[str, tuple[int, int], float]] = {
@@ -47,7 +49,8 @@ class Hardware:
     "fp8_delayed", "bf16", "fp16", "fp32") to the reason why the device can't do it;
     `te_unavailable` likewise for what the device could do and Transformer Engine can't. A precision
     in neither works. `probed` is False for hardware given by hand, where Transformer Engine is
-    taken as installed. `cuda_version` is the one that torch was built for.
+    taken as installed. `torch_reason` is why the `torch` backend can't run what the device could.
+    `cuda_version` is the one that torch was built for.
     """
 
     name: str
@@ -59,12 +62,21 @@ class Hardware:
     te_unavailable: dict[str, str] = field(default_factory=dict)
     te_version: str | None = None
     te_reason: str | None = None
+    torch_reason: str | None = None
     cuda_version: str | None = None
     probed: bool = True
 
     def why_not(self, precision: str) -> str | None:
         """The reason why `precision` can't run here, or None where it can."""
         return self.unavailable.get(precision) or self.te_unavailable.get(precision)
+
+    def why_not_torch(self, precision: str) -> str | None:
+        """The same for the `torch` backend, which needs no Transformer Engine."""
+        if precision in self.unavailable:
+            return self.unavailable[precision]
+        if precision not in TORCH_RECIPES:
+            return f"the torch backend runs {', '.join(TORCH_RECIPES)} only"
+        return self.torch_reason
 
 
 def probe() -> Hardware:
@@ -91,6 +103,7 @@ def probe() -> Hardware:
         te_unavailable={k: v for k, v in te_unavailable.items() if k not in device_reasons},
         te_version=te_version,
         te_reason=te_reason,
+        torch_reason=_probe_torch_engine(),
         cuda_version=torch.version.cuda,
     )
 
@@ -232,6 +245,17 @@ def _te_recipe_reasons(te: object) -> dict[str, str]:
         if not available:
             reasons |= dict.fromkeys(recipes, f"Transformer Engine: {str(reason).rstrip('.')}")
     return reasons
+
+
+def _probe_torch_engine() -> str | None:
+    """Why PyTorch alone can't run FP8 on a GPU that could, or None where it can."""
+    import torch
+
+    if not hasattr(torch, "_scaled_mm"):
+        return f"PyTorch {torch.__version__} has no scaled matmul"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return None
 
 
 def _all_fp8(reason: str) -> dict[str, str]:

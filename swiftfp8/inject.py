@@ -7,6 +7,7 @@ model and one layer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.plan import FP8_RECIPES, LayerPlan, Plan
 from swiftfp8.precision._backend import PrecisionLinear, find_backend
 
+log = logging.getLogger(__name__)
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -74,6 +76,8 @@ def inject_precision(model: PreTrainedModel, plan: Plan, device: str | torch.dev
         # After PEFT, which would else make the embeddings' output require gradients: recomputation
         # without re-entry needs none, and the first layer is spared its dgrad.
         enable_gradient_checkpointing(injected, plan)
+    if hasattr(backend, "finish"):
+        _report_unfused(backend.finish(injected))
     return injected
 
 
@@ -229,6 +233,13 @@ def _move_rest(model: nn.Module, device: str | torch.device) -> None:
     for module in model.modules():
         if not isinstance(module, PrecisionLinear):
             module._apply(lambda tensor: tensor.to(device), recurse=False)
+
+
+def _report_unfused(layers: Mapping[str, str | None]) -> None:
+    """Say which decoder layers run linear by linear, once for each reason."""
+    for reason in sorted({reason for reason in layers.values() if reason is not None}):
+        names = [name for name, why in layers.items() if why == reason]
+        log.warning("%d decoder layers run unfused, %s the first: %s", len(names), names[0], reason)
 
 
 def _share_in_fp8(module: PrecisionLinear | None) -> tuple[float, str | None]:

@@ -2,14 +2,16 @@
 
     the asked recipe, then mxfp8, fp8_block, fp8_current, fp8_delayed, then bf16, fp16, fp32
 
-The first rung that the device and Transformer Engine allow is taken. `precision.recipe=auto` asks
-for no recipe in particular and takes MXFP8 where there is Blackwell, else current scaling. FP8 that
-can't be had falls to the compute dtype, unless emulation was asked for. A rung that was asked for
-and not given is a `Fallback`: one line, with its reason, never silent.
+The first rung that the device and the backend (Transformer Engine, or PyTorch alone) allow is
+taken. `precision.recipe=auto` asks for no recipe in particular and takes MXFP8 where there is
+Blackwell, else current scaling. FP8 that can't be had falls to the compute dtype, unless emulation
+was asked for. A rung that was asked for and not given is a `Fallback`: one line, with its reason,
+never silent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,10 @@ AUTO = {
     "fp8_delayed": "it is the first recipe that runs here",
     "fp8_block": "it is the first recipe that runs here",
 }
+TORCH_NOTE = (
+    "precision.backend=torch is experimental: it scales each token and each output channel, keeps "
+    "gradients in e4m3, and runs decoder layers and the loss fused where their shape allows"
+)
 EMULATED_DEFAULT = "fp8_current"
 
 
@@ -63,10 +69,11 @@ def climb(dtype: str, precision: PrecisionConfig, hardware: Hardware) -> Granted
         return _high_only(dtype, hardware)
     compute_dtype, skipped = _first_high("bf16", hardware)
     if precision.backend != "emulated":
-        granted = _hardware_fp8(precision.recipe, compute_dtype, hardware)
+        granted = _hardware_fp8(precision.recipe, precision.backend, compute_dtype, hardware)
         if granted is not None:
             return granted
-    reason = hardware.why_not("fp8_current") or "no FP8 recipe runs here"
+    why_not = _why_not(precision.backend, hardware)
+    reason = why_not("fp8_current") or "no FP8 recipe runs here"
     if precision.backend == "emulated" or precision.emulate:
         return _emulated(precision, compute_dtype, skipped, reason)
     full_reason = "; ".join([reason, *skipped])
@@ -110,10 +117,18 @@ def _first_high(asked: str, hardware: Hardware) -> tuple[str, list[str]]:
     return "fp32", skipped
 
 
-def _hardware_fp8(asked: str, compute_dtype: str, hardware: Hardware) -> Granted | None:
-    """FP8 on Transformer Engine, or None where no recipe runs."""
+def _why_not(backend: str, hardware: Hardware) -> Callable[[str], str | None]:
+    """What tells why a recipe can't run on a backend; `auto` is Transformer Engine."""
+    return hardware.why_not_torch if backend == "torch" else hardware.why_not
+
+
+def _hardware_fp8(
+    asked: str, backend: str, compute_dtype: str, hardware: Hardware
+) -> Granted | None:
+    """FP8 on Transformer Engine or on PyTorch alone, or None where no recipe runs."""
+    why_not = _why_not(backend, hardware)
     rungs = tuple(AUTO) if asked == "auto" else (asked, *LADDER)
-    recipe = next((rung for rung in rungs if hardware.why_not(rung) is None), None)
+    recipe = next((rung for rung in rungs if why_not(rung) is None), None)
     if recipe is None:
         return None
     fallbacks: tuple[Fallback, ...] = ()
@@ -121,15 +136,17 @@ def _hardware_fp8(asked: str, compute_dtype: str, hardware: Hardware) -> Granted
     if asked == "auto":
         notes = (f"precision.recipe=auto took {recipe}: {AUTO[recipe]}",)
     elif recipe != asked:
-        reason = hardware.why_not(asked)
+        reason = why_not(asked)
         assert reason is not None
         fix = f"set precision.recipe={recipe} or auto"
         fallbacks = (Fallback(asked=asked, given=recipe, reason=reason, fix=fix),)
-    if not hardware.probed:
+    if backend == "torch":
+        notes += (TORCH_NOTE,)
+    elif not hardware.probed:
         notes += ("Transformer Engine is taken as installed on hardware that is given by hand",)
     return Granted(
         recipe=recipe,
-        backend="te",
+        backend="torch" if backend == "torch" else "te",
         compute_dtype=compute_dtype,
         high_reason="",
         fallbacks=fallbacks,
@@ -142,9 +159,9 @@ def _emulated(
 ) -> Granted:
     """FP8 numerics on any device: rounded as FP8 rounds, multiplied in the compute dtype."""
     fallbacks: tuple[Fallback, ...] = ()
-    if precision.backend == "te":
-        fix = "set precision.backend=auto"
-        fallbacks = (Fallback(asked="backend te", given="emulated", reason=reason, fix=fix),)
+    if precision.backend in ("te", "torch"):
+        asked, fix = f"backend {precision.backend}", "set precision.backend=auto"
+        fallbacks = (Fallback(asked=asked, given="emulated", reason=reason, fix=fix),)
     cost = f"FP8 is emulated: its numerics in {compute_dtype} matmuls, neither faster nor smaller"
     recipe = EMULATED_DEFAULT if precision.recipe == "auto" else precision.recipe
     return Granted(

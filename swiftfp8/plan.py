@@ -152,6 +152,14 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
                 fix="leave it out, or take precision.recipe=fp8_current",
             )
         )
+    if granted.backend == "torch" and config.precision.backward_override:
+        problems.append(
+            SwiftFP8Error(
+                "the torch backend has no backward_override",
+                where="precision.backward_override",
+                fix="leave it out, or take precision.backend=te",
+            )
+        )
     raise_all(problems)
     memory = estimate_memory(
         meta,

@@ -40,7 +40,16 @@ from swiftfp8.precision.kernels.quantize import (
 )
 from swiftfp8.precision.kernels.transpose import transpose8
 
-__all__ = ["NAME", "RECIPES", "available", "checkpoint", "context", "convert", "fuse_model"]
+__all__ = [
+    "NAME",
+    "RECIPES",
+    "available",
+    "checkpoint",
+    "context",
+    "convert",
+    "finish",
+    "fuse_model",
+]
 
 NAME = "torch"
 RECIPES = frozenset({"fp8_current"})
@@ -75,6 +84,11 @@ def convert(linear: nn.Linear, layer: LayerPlan, recipe: RecipeOptions) -> Preci
 def context(recipe: RecipeOptions | None) -> AbstractContextManager[Any]:
     """Nothing is needed around a forward pass."""
     return nullcontext()
+
+
+def finish(model: nn.Module) -> dict[str, str | None]:
+    """Fuse the decoder layers that fit; returns each one's name with None, or why it was not."""
+    return fuse_model(model, recompute="none")
 
 
 def checkpoint(recipe: RecipeOptions | None) -> Callable[..., Any]:

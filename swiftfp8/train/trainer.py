@@ -26,6 +26,7 @@ from swiftfp8.train.callbacks import Cadence, PrecisionWatch
 from swiftfp8.train.coverage import record_coverage
 from swiftfp8.train.flops import flops_per_token, peak_flops
 from swiftfp8.train.loop import FP8Trainer, Session, data_shape
+from swiftfp8.train.losses import fuse_loss
 from swiftfp8.train.metrics import (
     Meter,
     Progress,
@@ -119,6 +120,8 @@ def run_training(
             display=display,
             stop=stop,
         )
+        if plan.backend == "torch" and (unfused := fuse_loss(model)):
+            display.note(f"the loss is not fused with the head: {unfused}")
         if start.step < total:
             _train(model, datasets, session, arguments, start)
         result = _result(session, meter)

@@ -201,6 +201,27 @@ def test_emulate_leaves_real_fp8_alone() -> None:
     assert plan_for("h200", precision={"backend": "emulated"}).backend == "emulated"
 
 
+def test_the_torch_backend_needs_no_transformer_engine() -> None:
+    plan = plan_for(without_te(), qwen_7b(), precision={"backend": "torch"})
+    assert plan.backend == "torch"
+    assert plan.recipe is not None and plan.recipe.recipe == "fp8_current"
+    assert not plan.fallbacks
+    assert any("experimental" in note for note in plan.notes)
+
+
+def test_the_torch_backend_names_the_recipe_that_it_lacks() -> None:
+    plan = plan_for("h200", qwen_7b(), precision={"backend": "torch", "recipe": "fp8_block"})
+    assert plan.recipe is not None and plan.recipe.recipe == "fp8_current"
+    assert "torch backend runs fp8_current only" in plan.fallbacks[0].reason
+
+
+def test_the_torch_backend_without_triton_falls_back_with_the_reason() -> None:
+    hardware = replace(parse_hardware("h200"), torch_reason="Triton is not installed")
+    plan = plan_for(hardware, qwen_7b(), precision={"backend": "torch"})
+    assert plan.backend is None and plan.compute_dtype == "bf16"
+    assert "Triton is not installed" in plan.fallbacks[0].reason
+
+
 def test_backend_te_that_is_not_installed() -> None:
     wanted = {"backend": "te"}
     assert plan_for(without_te(), precision=wanted).fallbacks[0].given == "bf16"
