@@ -16,15 +16,40 @@ from torch import Tensor
 
 from swiftfp8.export.checkpoint_io import TensorSpec
 from swiftfp8.export.layers import Decision, ModelLayers
+from swiftfp8.export.quantize import QuantizedTensor
 from swiftfp8.export.source import Source
+
+
+class Quantizer(Protocol):
+    """Turns rows of a weight into FP8; what is used instead of plain rounding."""
+
+    def __call__(
+        self,
+        name: str,
+        first_row: int,
+        weight_NK: Tensor,
+        block: tuple[int, int],
+        scale: Tensor | None,
+    ) -> QuantizedTensor:
+        """Quantize rows [first_row, first_row + N) of the weight `name`, given in float32.
+
+        They are whole blocks of `block`, the last of a weight excepted. `scale` is one per block
+        where the format fixes it, else None. The same rows must give the same bytes each time.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatOptions:
-    """The user's `exclude` patterns, and a model family's patterns with their reasons."""
+    """The user's `exclude` patterns, and a model family's patterns with their reasons.
+
+    `quantizer` replaces plain rounding; `input_amax` maps linears to their input's largest
+    magnitude, for formats with static activation scales.
+    """
 
     exclude: Sequence[str] = ()
     keep: Mapping[str, str] = field(default_factory=dict)
+    quantizer: Quantizer | None = None
+    input_amax: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +57,7 @@ class Layout:
     """All that is known of an export before its first byte is computed.
 
     `tensors` are in the order of writing; `quantized` are names of weights in it; `config` is
-    merged into config.json.
+    merged into config.json. `quantizer` and `input_amax` are those of the options.
     """
 
     format: str
@@ -40,6 +65,8 @@ class Layout:
     quantized: frozenset[str]
     decisions: tuple[Decision, ...]
     config: Mapping[str, Any]
+    quantizer: Quantizer | None = None
+    input_amax: Mapping[str, float] | None = None
 
     @property
     def nbytes(self) -> int:

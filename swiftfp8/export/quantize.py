@@ -13,7 +13,8 @@ of the float32 amax, not from a logarithm: a CPU and a GPU give the same bytes.
 
 Shapes: W [N, K], data [N, K], scale [ceil(N / 128), ceil(K / 128)] float32, named
 `weight_scale_inv` on disk (as DeepSeek-V3's checkpoints name the factor that data is multiplied
-with).
+with). Blocks of (1, K) are one scale per output channel; one scale for a whole tensor is the same
+scale given for every row.
 """
 
 from __future__ import annotations
@@ -45,8 +46,13 @@ class QuantizedTensor:
     block_shape: tuple[int, int]
 
 
-def quantize_weight(weight_NK: Tensor, block: tuple[int, int] = BLOCK) -> QuantizedTensor:
+def quantize_weight(
+    weight_NK: Tensor, block: tuple[int, int] = BLOCK, scale: Tensor | None = None
+) -> QuantizedTensor:
     """Quantize a matrix in blocks; any float dtype in, math in float32.
+
+    `scale` [ceil(N / block rows), ceil(K / block columns)] replaces the scales that the weight
+    itself would give.
 
     Raises:
         SwiftFP8Error: the weight holds NaN or infinity.
@@ -55,7 +61,8 @@ def quantize_weight(weight_NK: Tensor, block: tuple[int, int] = BLOCK) -> Quanti
     data = torch.empty(rows, columns, dtype=FP8, device=weight_NK.device)
     scales = []
     for start, stop in slabs(rows, columns, block[0]):
-        part = _quantize_slab(weight_NK[start:stop].to(torch.float32), block)
+        given = None if scale is None else scale[start // block[0] : -(-stop // block[0])]
+        part = _quantize_slab(weight_NK[start:stop].to(torch.float32), block, given)
         data[start:stop] = part.data
         scales.append(part.scale)
     return QuantizedTensor(data=data, scale=torch.cat(scales), block_shape=block)
@@ -122,7 +129,18 @@ def slabs(rows: int, columns: int, block_rows: int) -> Iterator[tuple[int, int]]
         yield start, min(start + step, rows)
 
 
-def _quantize_slab(weight_NK: Tensor, block: tuple[int, int]) -> QuantizedTensor:
+def require_finite(amax: Tensor) -> None:
+    """Raise where a weight with these largest magnitudes can't be quantized."""
+    if not bool(torch.isfinite(amax).all()):
+        raise SwiftFP8Error(
+            "a weight holds NaN or infinity",
+            fix="export an earlier checkpoint: this one was damaged in training",
+        )
+
+
+def _quantize_slab(
+    weight_NK: Tensor, block: tuple[int, int], given: Tensor | None
+) -> QuantizedTensor:
     """Quantize a float32 slab as a whole: blocks become axes 1 and 3 of a 4D view."""
     rows, columns = weight_NK.shape
     pad_rows, pad_columns = -rows % block[0], -columns % block[1]
@@ -131,12 +149,11 @@ def _quantize_slab(weight_NK: Tensor, block: tuple[int, int]) -> QuantizedTensor
     grid = (weight_NK.shape[0] // block[0], weight_NK.shape[1] // block[1])
     blocks = weight_NK.reshape(grid[0], block[0], grid[1], block[1])
     amax = torch.maximum(blocks.amax((1, 3)), blocks.amin((1, 3)).neg())
-    if not bool(torch.isfinite(amax).all()):
-        raise SwiftFP8Error(
-            "a weight holds NaN or infinity",
-            fix="export an earlier checkpoint: this one was damaged in training",
-        )
-    scale, inverse = power_of_two_scale(amax)
+    require_finite(amax)
+    if given is None:
+        scale, inverse = power_of_two_scale(amax)
+    else:
+        scale, inverse = given, given.reciprocal()
     scaled = (blocks * inverse[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
     data = scaled.to(FP8).view(weight_NK.shape)[:rows, :columns]
     return QuantizedTensor(data=data, scale=scale, block_shape=block)
