@@ -24,6 +24,7 @@ attention and SwiGLU; norms compute in FP32 and save their FP32 input):
                                                has LoRA or is trained; with FP8 and tuner=full 1
                                                byte in place of c (o's is the attention output)
     eager attention                            heads x S x (4 + c), its S x S probabilities
+    packed rows under sdpa                     cS, the S x S mask that its kernel makes and keeps
 
 With gradient checkpointing each layer keeps its input alone, ch, and one layer at a time is
 recomputed; that layer's share counts only where it exceeds the logits, which are gone by then.
@@ -101,6 +102,7 @@ def estimate_memory(
     max_length: int,
     gradient_checkpointing: bool,
     attn_implementation: str = "sdpa",
+    packing: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak of a step of `micro_batch` rows of `max_length` tokens.
 
@@ -109,7 +111,8 @@ def estimate_memory(
     c = DTYPE_BYTES[compute_dtype]
     fixed = _without_tokens(meta, hardware, layers, c, compute_dtype, backend, tuner, lora_rank)
     probabilities = meta.num_heads * max_length * (4 + c) if attn_implementation == "eager" else 0
-    per_layer = _layer_bytes(meta, layers, c, backend) + probabilities
+    mask = max_length * c if packing and attn_implementation == "sdpa" else 0
+    per_layer = _layer_bytes(meta, layers, c, backend) + probabilities + mask
     logits = float(meta.vocab_size * LOGIT_BYTES)
     if gradient_checkpointing:
         activations = meta.num_layers * meta.hidden_size * c + max(0.0, per_layer - logits)

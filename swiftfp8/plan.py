@@ -173,6 +173,7 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         max_length=config.max_length,
         gradient_checkpointing=config.gradient_checkpointing,
         attn_implementation=config.attn_implementation,
+        packing=config.packing,
     )
     heads = {linear.name for linear in meta.linears if linear.kind == "head"}
     return Plan(

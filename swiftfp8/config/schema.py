@@ -70,8 +70,9 @@ class PrecisionConfig:
 
     recipe: Literal["auto", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed"] = "auto"
     """FP8 scaling recipe; `auto` takes the first that hardware and libraries allow."""
-    backend: Literal["auto", "te", "emulated"] = "auto"
-    """Who runs FP8: `te` (Transformer Engine) or `emulated` (the numerics only, on any device)."""
+    backend: Literal["auto", "te", "torch", "emulated"] = "auto"
+    """Who runs FP8: `te` (Transformer Engine), `torch` (PyTorch and Triton alone; experimental) or
+    `emulated` (the numerics only, on any device)."""
     emulate: bool = False
     """Run FP8 numerics emulated where no FP8 hardware is found, instead of falling back."""
     fp8_format: Literal["e4m3", "hybrid"] = "hybrid"
@@ -160,8 +161,14 @@ class TrainConfig:
 class ExportConfig:
     """What the exported checkpoint looks like and how it is checked."""
 
-    format: Literal["fp8_block", "bf16"] = "fp8_block"
-    """`fp8_block`: e4m3 in 128x128 blocks, for vLLM, SGLang and LMDeploy; `bf16`: merged only."""
+    format: Literal[
+        "auto", "fp8_block", "compressed_tensors", "fp8", "modelopt", "bf16", "adapter"
+    ] = "auto"
+    """`auto` takes `fp8_block` (e4m3 in 128x128 blocks, loaded by every engine), or
+    `compressed_tensors` (one scale per channel) where most weights fit no block. `fp8` and
+    `modelopt` have one scale per weight; `bf16` is merged only; `adapter` is not merged."""
+    target: Literal["vllm", "sglang", "lmdeploy", "tensorrt_llm", "transformers"] | None = None
+    """Engine that will serve the export: formats that it can't load are refused."""
     max_shard_size: str = "5GB"
     """Largest safetensors shard."""
     exclude: Names = Field(default_factory=list)
@@ -218,6 +225,8 @@ class Config:
     """Linears that get LoRA: last name parts, or `all-linear` (all but the head)."""
     max_length: Positive = 2048
     """Tokens a row may have."""
+    packing: bool = False
+    """Put several rows, which don't see each other, into one sequence of up to `max_length` tokens."""
     system: Annotated[str | None, FREE_TEXT] = None
     """System prompt for rows that have none."""
     template: PathText | None = None

@@ -15,6 +15,7 @@ from swiftfp8.data.chat import Example, TokenizeSettings, tokenize_rows
 from swiftfp8.data.files import BadPlace
 from swiftfp8.data.formats import BadRow, choose_format, rename
 from swiftfp8.data.lengths import MASKED, Pair
+from swiftfp8.data.packing import PackCollator, PackedRows, pack_rows
 from swiftfp8.data.progress import tokenizing
 from swiftfp8.data.report import (
     DataReport,
@@ -56,6 +57,14 @@ class TokenRows:
             "labels": self._labels[start:end].tolist(),
         }
 
+    def gather(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels of the rows in another order, one row after the other."""
+        starts = (self._ends - self.lengths)[order]
+        sizes = self.lengths[order]
+        begins = np.cumsum(sizes) - sizes
+        take = np.arange(sizes.sum()) + np.repeat(starts - begins, sizes)
+        return self._ids[take], self._labels[take]
+
     @property
     def trained_tokens(self) -> int:
         """How many tokens have a loss."""
@@ -89,11 +98,11 @@ class Collator:
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """Rows to train and evaluate on."""
+    """Rows, or packs of rows, to train and evaluate on."""
 
-    train: TokenRows
-    eval: TokenRows | None
-    collator: Collator
+    train: TokenRows | PackedRows
+    eval: TokenRows | PackedRows | None
+    collator: Collator | PackCollator
     report: DataReport
 
 
@@ -109,7 +118,8 @@ def load_datasets(config: Config, tokenizer: Any, token_multiple: int) -> Datase
     """Read, check, convert and tokenize `dataset` and `val_dataset`.
 
     Args:
-        config: `dataset val_dataset split_dataset_ratio task max_length system seed hub data.*`.
+        config: `dataset val_dataset split_dataset_ratio task max_length packing system seed hub
+            attn_implementation data.*`.
         tokenizer: a fast Hugging Face tokenizer.
         token_multiple: sequences are padded to a multiple of this (FP8 asks for 8, 16 or 128).
 
@@ -129,14 +139,21 @@ def load_datasets(config: Config, tokenizer: Any, token_multiple: int) -> Datase
     eval_rows = eval_report = None
     if held is not None:
         eval_rows, eval_report = _tokenize(held, tokenizer, config, eval_from or "")
-    pad = tokenizer.pad_token_id
-    pad = tokenizer.eos_token_id if pad is None else pad
     return Datasets(
         train=train_rows,
         eval=eval_rows,
-        collator=Collator(pad_id=0 if pad is None else pad, token_multiple=token_multiple),
+        collator=_collator(config, tokenizer, token_multiple),
         report=DataReport(train=train_report, eval=eval_report, eval_from=eval_from),
     )
+
+
+def _collator(config: Config, tokenizer: Any, token_multiple: int) -> Collator | PackCollator:
+    if config.packing:
+        flatten = config.attn_implementation == "flash_attention_2"
+        return PackCollator(token_multiple=token_multiple, flatten=flatten)
+    pad = tokenizer.pad_token_id
+    pad = tokenizer.eos_token_id if pad is None else pad
+    return Collator(pad_id=0 if pad is None else pad, token_multiple=token_multiple)
 
 
 def _convert(entries: Sequence[str], config: Config, key: str) -> _Converted:
@@ -232,7 +249,7 @@ def _split(rows: _Converted, ratio: float, seed: int) -> tuple[_Converted, _Conv
 
 def _tokenize(
     rows: _Converted, tokenizer: Any, config: Config, name: str
-) -> tuple[TokenRows, PartReport]:
+) -> tuple[TokenRows | PackedRows, PartReport]:
     settings = TokenizeSettings(
         max_length=config.max_length,
         truncation=config.data.truncation,
@@ -258,7 +275,11 @@ def _tokenize(
         reasons = ", ".join(f"{n} x {reason}" for reason, n in dropped.items())
         log.warning("left out %d rows of %s: %s", sum(dropped.values()), name, reasons)
     kept = TokenRows(pairs)
-    return kept, PartReport(
+    packed = None
+    if config.packing:
+        shuffle = config.data.shuffle and name == "dataset"
+        packed = pack_rows(kept, config.max_length, seed=config.seed, shuffle=shuffle)
+    return packed or kept, PartReport(
         sources=rows.sources,
         rows=len(kept),
         tokens=int(kept.lengths.sum()),
@@ -266,6 +287,8 @@ def _tokenize(
         longest=int(kept.lengths.max()),
         truncated=truncated,
         split=split,
+        packs=len(packed) if packed else 0,
+        pack_capacity=config.max_length if packed else 0,
         dropped=dict(dropped),
         skipped=count_reasons([*rows.bad, *bad]),
     )

@@ -27,7 +27,8 @@ class PartReport:
     """The training or the evaluation part after tokenizing.
 
     `rows` counts what is trained on; `split` texts longer than `max_length` that became several
-    rows; `dropped` rows left out by length, `skipped` bad rows, both by reason.
+    rows; `packs` sequences of up to `pack_capacity` tokens that the rows were packed into, 0
+    without packing; `dropped` rows left out by length, `skipped` bad rows, both by reason.
     """
 
     sources: tuple[SourceReport, ...]
@@ -39,6 +40,8 @@ class PartReport:
     split: int
     dropped: dict[str, int]
     skipped: dict[str, int]
+    packs: int = 0
+    pack_capacity: int = 0
 
     @property
     def masked_share(self) -> float:
@@ -89,6 +92,12 @@ def _part_lines(name: str, part: PartReport) -> list[str]:
         f"  {source.entry}: {source.rows:,} rows, format {source.format} ({source.reason})"
         for source in part.sources
     ]
+    if part.packs:
+        full = part.tokens / (part.packs * part.pack_capacity)
+        lines.append(
+            f"  packed into {part.packs:,} sequences of up to {part.pack_capacity:,} tokens, "
+            f"{full:.0%} full"
+        )
     if part.truncated:
         lines.append(f"  {part.truncated:,} rows cut to max_length")
     if part.split:

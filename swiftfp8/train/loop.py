@@ -178,6 +178,7 @@ class FP8Trainer(transformers.Trainer):
                     self.control.should_save = self.control.should_training_stop = True
                     return {}
                 batch = self._prepare_inputs(inputs)
+                batch.pop("num_tokens", None)
                 count = _count_targets(batch)
                 with self.compute_loss_context_manager():
                     loss = self.compute_loss(model, batch, num_items_in_batch=count.clamp(min=1))
@@ -296,6 +297,7 @@ def data_shape(rows: int, config: Config) -> dict[str, Any]:
         "accumulation": config.gradient_accumulation_steps,
         "seed": config.seed,
         "shuffle": config.data.shuffle,
+        "packing": config.packing,
     }
 
 
@@ -320,7 +322,9 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _count_tokens(batch: Any) -> torch.Tensor | int:
-    """Tokens that are not padding."""
+    """Tokens that are not padding. What a packed batch says of itself is taken out of it."""
+    if "num_tokens" in batch:
+        return batch.pop("num_tokens")
     mask = batch.get("attention_mask")
     return batch["input_ids"].numel() if mask is None else (mask != 0).sum()
 

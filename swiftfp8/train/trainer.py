@@ -37,6 +37,7 @@ from swiftfp8.train.metrics import (
 )
 from swiftfp8.train.progress import Display, open_display
 from swiftfp8.train.run_dir import RESULT_FILE, confirm_run, resume_command, write_json
+from swiftfp8.train.separation import require_separate_rows
 from swiftfp8.train.signals import StopRequest
 from swiftfp8.train.weights import check_fingerprint, fingerprint
 
@@ -173,7 +174,8 @@ class _StartPoint:
         if self.checkpoint is None:
             return
         display.note(f"resuming at step {self.step} from {self.checkpoint}")
-        changed = [f"{k} {self.data.get(k)} -> {data[k]}" for k in data if data[k] != self.data[k]]
+        before = {"packing": False, **self.data}  # which checkpoints of old don't mention
+        changed = [f"{k} {before[k]} -> {data[k]}" for k in data if data[k] != before[k]]
         if changed:
             display.note(
                 "WARNING: the data is not read as before (" + ", ".join(changed) + "): rows may "
@@ -191,6 +193,8 @@ def _train(
     start: _StartPoint,
 ) -> None:
     config, plan = session.config, session.plan
+    if config.packing:
+        require_separate_rows(model, plan, datasets.collator)
     verbosity = transformers.logging.get_verbosity()
     trainer = FP8Trainer(
         session,

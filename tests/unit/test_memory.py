@@ -150,3 +150,19 @@ def test_a_cpu_is_judged_by_its_own_memory() -> None:
     memory = plan_for("cpu").memory
     assert memory.available < parse_hardware("cpu").memory_gib
     assert memory.transposes == 0
+
+
+def test_packing_holds_a_mask_a_layer_under_sdpa() -> None:
+    def extra(attention: str, length: int) -> float:
+        options = {
+            "attn_implementation": attention,
+            "max_length": length,
+            "gradient_checkpointing": False,
+        }
+        return (
+            estimate(packing=True, **options).activations
+            - estimate(packing=False, **options).activations
+        )
+
+    assert extra("sdpa", 2048) == pytest.approx(4 * extra("sdpa", 1024))
+    assert extra("sdpa", 1024) > 0 == extra("flash_attention_2", 1024)
