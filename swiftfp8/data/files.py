@@ -6,12 +6,14 @@ skipped; a JSON array that breaks off can't be read on, so that is an error at o
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
 import re
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +54,17 @@ def read_file(path: Path) -> FileRows:
         raise SwiftFP8Error(
             f"the file is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}",
             where=str(path),
-            fix="convert it, for instance: iconv -f latin1 -t utf-8 OLD > NEW",
+            fix=f"convert it, for instance: iconv -f {_likely(error.object)} -t utf-8 OLD > NEW",
         ) from error
-    except (OSError, EOFError) as error:
-        raise SwiftFP8Error(f"the file can't be read: {error}", where=str(path)) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise SwiftFP8Error(
+            f"the file can't be read: {error}", where=str(path), fix="copy or download it again"
+        ) from error
+
+
+def _likely(data: bytes) -> str:
+    """The encoding to name in advice: UTF-16 files tell theirs by their first bytes."""
+    return "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "latin1"
 
 
 def readable(path: Path) -> bool:
@@ -82,7 +91,7 @@ def _read_jsonl(path: Path) -> FileRows:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             bad.append(BadPlace(where=f"{path}:{number}", reason=_malformed(error, line)))
             continue
         if isinstance(row, dict):
@@ -112,6 +121,10 @@ def _read_json(path: Path) -> FileRows:
             source = text.split("\n")[error.lineno - 1]
             raise SwiftFP8Error(
                 _malformed(error, source), where=f"{path}:{error.lineno}", fix="correct the line"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise SwiftFP8Error(
+                _malformed(error, ""), where=f"{path}:{line}", fix="correct the line"
             ) from error
         if isinstance(row, dict):
             rows.append(row)
@@ -151,7 +164,7 @@ def _read_csv(path: Path, delimiter: str = ",") -> FileRows:
             if not any(cells):
                 continue
             if header is None:
-                header = [cell.strip() for cell in cells]
+                header = _header(cells, f"{path}:{number}")
             elif len(cells) != len(header):
                 reason = f"{len(cells)} cells under {len(header)} columns"
                 bad.append(BadPlace(where=f"{path}:{number}", reason=reason))
@@ -163,6 +176,16 @@ def _read_csv(path: Path, delimiter: str = ",") -> FileRows:
             f"malformed table: {error}", where=f"{path}:{begins}", fix="check quotes on this line"
         ) from error
     return FileRows(rows=rows, lines=lines, bad=tuple(bad))
+
+
+def _header(cells: list[str], where: str) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    twice = [name for place, name in enumerate(names) if name and name in names[:place]]
+    if twice:
+        raise SwiftFP8Error(
+            f"two columns are named '{twice[0]}'", where=where, fix="rename or remove one of them"
+        )
+    return names
 
 
 def _read_tsv(path: Path) -> FileRows:
@@ -205,7 +228,12 @@ READERS: dict[str, Callable[[Path], FileRows]] = {
 }
 
 
-def _malformed(error: json.JSONDecodeError, line: str) -> str:
+def _malformed(error: ValueError | RecursionError, line: str) -> str:
+    """What the parser says; of numbers too long to read and nesting too deep, it says no column."""
+    if isinstance(error, RecursionError):
+        return "malformed JSON: nested too deeply"
+    if not isinstance(error, json.JSONDecodeError):
+        return f"malformed JSON: {error}"
     around = line[max(0, error.colno - 30) : error.colno + 30].strip()
     return f"malformed JSON: {error.msg} at column {error.colno}, near `{shorten(around)}`"
 

@@ -7,6 +7,7 @@ its `detect` and `convert` and list it in `FORMATS`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,10 @@ def _convert_alpaca(row: Row) -> Content:
     asked = _string(row.get(question), question)
     extra = _string(row.get("input") or "", "input")
     messages: list[Message] = []
-    for k, pair in enumerate(_decoded(row.get("history")) or (), start=1):
+    history = _decoded(row.get("history")) or ()
+    if not isinstance(history, list | tuple):
+        raise BadRow("'history' is not a list of pairs")
+    for k, pair in enumerate(history, start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise BadRow(f"history item {k} is not a pair of question and answer")
         messages.append({"role": "user", "content": _string(pair[0], f"history {k}")})
@@ -128,6 +132,7 @@ def _convert_text(row: Row) -> Content:
     return text
 
 
+_HALF = re.compile("[\ud800-\udfff]")  # JSON can write one; no tokenizer takes it
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 _SHAREGPT = {
     "human": "user",
@@ -176,7 +181,7 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return value
     return value
 
@@ -200,7 +205,7 @@ def _turns(row: Row, column: str) -> list[Mapping[str, Any]]:
 
 
 def _role(role: Any, known: Mapping[str, str]) -> str:
-    if role not in known:
+    if not isinstance(role, str) or role not in known:
         raise BadRow(f"unknown role {role!r}; known: {', '.join(known)}")
     return known[role]
 
@@ -211,7 +216,7 @@ def _content(content: Any, turn: int) -> str:
         parts = [p.get("text") if isinstance(p, Mapping) else p for p in content]
         if not all(isinstance(part, str) for part in parts):
             raise BadRow(f"turn {turn} has parts that are not text")
-        return "".join(parts)
+        return _string("".join(parts), f"content of turn {turn}")
     return _string(content, f"content of turn {turn}")
 
 
@@ -220,6 +225,8 @@ def _string(value: Any, name: str) -> str:
         raise BadRow(f"no {name}")
     if not isinstance(value, str):
         raise BadRow(f"{name} is not text: {shorten(repr(value), 40)}")
+    if _HALF.search(value):
+        raise BadRow(f"{name} holds half a character (a lone surrogate), which is not Unicode text")
     return value
 
 

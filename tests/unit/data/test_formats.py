@@ -75,6 +75,9 @@ def test_history_comes_before_the_question():
         ({"messages": [*CHAT, {"role": "system", "content": "s"}]}, "system turn"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts that are not"),
         ({"other": 1}, "no 'messages'"),
+        ({"messages": [{"role": ["user"], "content": "q"}]}, "unknown role"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half a character"),
+        ({"messages": [{"role": "user", "content": ["\ud83d"]}]}, "half a character"),
     ],
 )  # fmt: skip
 def test_faults_of_messages(row, reason):
@@ -90,6 +93,8 @@ def test_faults_of_messages(row, reason):
         ({"instruction": None, "output": "a"}, "alpaca", "no instruction"),
         ({"instruction": "q", "output": 3.5}, "alpaca", "output is not text"),
         ({"instruction": "q", "output": "a", "history": [["p"]]}, "alpaca", "history item 1"),
+        ({"instruction": "q", "output": "a", "history": 5}, "alpaca", "not a list of pairs"),
+        ({"instruction": "q", "output": "\udfff"}, "alpaca", "half a character"),
         ({"conversations": SHARED[1:]}, "sharegpt", "first turn"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "sharegpt", "unknown role 'alien'"),
         ({"text": "  "}, "text", "empty"),

@@ -113,12 +113,21 @@ def test_malformed_line_is_a_bad_row_with_its_place(tmp_path):
     assert "malformed JSON" in rows.bad[0].reason and '"open}' in rows.bad[0].reason
 
 
+def test_lines_that_no_parser_takes_are_bad_rows(tmp_path):
+    path = write(tmp_path / "a.jsonl", "[" * 100_000 + '\n{"text": ' + "9" * 5000 + "}\n")
+    (rows,) = read(path)
+    assert [place.where for place in rows.bad] == [f"{path}:1", f"{path}:2"]
+    assert "nested too deeply" in rows.bad[0].reason and "digits" in rows.bad[1].reason
+
+
 @pytest.mark.parametrize(
     ("name", "text", "line", "what"),
     [
         ("a.json", '[\n{"text": "a"},\n{"text" "b"}\n]', 3, "malformed JSON"),
         ("a.json", '[\n{"text": "a"},\n', 3, "not closed"),
+        ("a.json", "[\n" + "[" * 100_000, 2, "nested too deeply"),
         ("a.csv", 'text\nfine\n"open\n', 3, "malformed table"),
+        ("a.csv", "text,output,text\na,b,c\n", 1, "two columns are named 'text'"),
     ],
 )
 def test_files_that_break_off_are_errors_at_their_line(tmp_path, name, text, line, what):
@@ -145,12 +154,21 @@ def test_missing_file_suggests_a_neighbour(jsonl):
         ("a.jsonl", b'{"text": "caf\xe9"}', "not UTF-8"),
         ("a.parquet", b"PAR", "not a parquet file"),
         ("a.jsonl.gz", b"plain", "can't be read"),
+        ("a.jsonl.gz", gzip.compress(b"plain")[:10] + b"\xff" * 20, "can't be read"),
     ],
 )
 def test_files_without_usable_content_are_errors(tmp_path, name, data, what):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(SwiftFP8Error, match=what):
         read(tmp_path / name)
+
+
+def test_utf16_is_named_in_the_advice(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}', encoding="utf-16")
+    with pytest.raises(SwiftFP8Error) as caught:
+        read(path)
+    assert "iconv -f utf-16 " in caught.value.fix
 
 
 def test_unknown_name_suggests_a_registered_one():
