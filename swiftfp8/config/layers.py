@@ -129,6 +129,9 @@ def _defaults_problem(error: Exception, recipe: Path | None) -> SwiftFP8Error:
         what = f"the defaults list overrides '{lost[1]}', which no other entry chooses"
         best = suggest(lost[1], GROUPS)
         fix = f"did you mean {best}?" if best and best != lost[1] else "leave out 'override'"
+    elif isinstance(error, RecursionError):
+        what = "recipes build on each other in a circle"
+        fix = "take one of them out of the other's defaults list"
     else:
         what = said.partition(" Config search path:")[0]
     return SwiftFP8Error(what, where=shown_path(recipe), fix=fix)
@@ -179,14 +182,33 @@ def _check_readable(recipe: Path) -> None:
         content = OmegaConf.load(recipe)
     except yaml.YAMLError as error:
         raise yaml_problem(error, recipe) from error
-    except (UnicodeDecodeError, OSError) as error:
+    except UnicodeDecodeError as error:
+        fix = "save it as UTF-8 text"
+        raise SwiftFP8Error(
+            f"not UTF-8 text: {error}", where=shown_path(recipe), fix=fix
+        ) from error
+    except OSError as error:
         raise SwiftFP8Error(f"can't be read: {error}", where=shown_path(recipe)) from error
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise _content_problem(error, recipe) from error
     if not isinstance(content, DictConfig):
         raise SwiftFP8Error(
             "a recipe holds `key: value` lines, and this file does not",
             where=shown_path(recipe),
             fix="see a packaged one: swiftfp8 config copy quickstart",
         )
+
+
+def _content_problem(error: Exception, recipe: Path) -> SwiftFP8Error:
+    """YAML without a syntax error that is no tree of values."""
+    if isinstance(error, RecursionError):
+        what, fix = "a value holds itself", "write the value out instead of the alias (*name)"
+    else:
+        key = getattr(error, "full_key", None)
+        said = str(error).splitlines()[0]
+        what = f"{key}: {said}" if key else said
+        fix = "a key is a plain name; in a value close each ${ with a }, or write \\${ for the text"
+    return SwiftFP8Error(what, where=shown_path(recipe), fix=fix)
 
 
 def shown_path(path: Path | None) -> str:

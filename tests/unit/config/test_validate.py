@@ -128,10 +128,16 @@ def test_names_have_aliases_and_no_case() -> None:
         ("defaults: [nope]\n", "'nope', and there is no such file", None),
         ("defaults: [config, {override precison: x}]\n", "'precison'", None),
         ("defaults: [config, config]\n", "appears more than once", None),
+        ("defaults: [bad2, _self_]\n", "in a circle", None),
+        ("run_name: ${seed\n", "no viable alternative at input '${seed'", None),
+        ("null: 1\n", "Incompatible key type", None),
+        ("dataset: &a [*a]\n", "a value holds itself", None),
     ],
 )
 def test_a_recipe_that_cannot_be_read(text: str, what: str, line: int | None) -> None:
     Path("bad.yaml").write_text(text)
+    Path("bad2.yaml").write_text("defaults: [bad3, _self_]\n")
+    Path("bad3.yaml").write_text("defaults: [bad2, _self_]\n")
     ((said, (where, _)),) = problems("bad").items()
     assert what in said and where == (f"bad.yaml:{line}" if line else "bad.yaml")
 
