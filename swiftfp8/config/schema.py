@@ -61,6 +61,7 @@ Real = Annotated[float, BeforeValidator(_no_bool)]
 Positive = Annotated[Whole, Field(ge=1)]
 NonNegative = Annotated[Whole, Field(ge=0)]
 Fraction = Annotated[Real, Field(ge=0.0, le=1.0)]
+BelowOne = Annotated[Real, Field(ge=0.0, lt=1.0)]
 NonNegativeFloat = Annotated[Real, Field(ge=0.0)]
 
 
@@ -133,9 +134,9 @@ class OptimConfig:
     """Learning-rate schedule, by its transformers name."""
     min_lr_ratio: Fraction = 0.1
     """Lowest share of the learning rate, for `cosine_with_min_lr`."""
-    adam_beta1: Fraction = 0.9
+    adam_beta1: BelowOne = 0.9
     """AdamW's first-moment decay."""
-    adam_beta2: Fraction = 0.95
+    adam_beta2: BelowOne = 0.95
     """AdamW's second-moment decay."""
     adam_epsilon: NonNegativeFloat = 1e-8
     """AdamW's denominator floor."""
@@ -215,9 +216,9 @@ class Config:
     """`lora` trains adapters on a frozen base; `full` trains every weight."""
     lora_rank: Positive = 8
     """LoRA r."""
-    lora_alpha: NonNegativeFloat = 32
+    lora_alpha: Annotated[Real, Field(gt=0.0)] = 32
     """LoRA alpha; the update is scaled by alpha / r (alpha / sqrt(r) with `use_rslora`)."""
-    lora_dropout: Annotated[Real, Field(ge=0.0, lt=1.0)] = 0.0
+    lora_dropout: BelowOne = 0.0
     """Dropout on LoRA's input."""
     use_rslora: bool = False
     """Rank-stabilised scaling, alpha / sqrt(r)."""

@@ -86,6 +86,8 @@ def test_the_key_that_was_meant(key: str, meant: str) -> None:
         ("lora_rank=null", "lora_rank can't be null"),
         ("lora_rank=b=c", "lora_rank must be a whole number, not 'b=c'"),
         ("lora_dropout=1", "lora_dropout must be less than 1, not 1"),
+        ("lora_alpha=0", "lora_alpha must be greater than 0, not 0"),
+        ("optim.adam_beta2=1", "optim.adam_beta2 must be less than 1, not 1"),
         ("learning_rate=0", "learning_rate must be greater than 0, not 0"),
         ("learning_rate=inf", "learning_rate must be a finite number, not inf"),
         (
