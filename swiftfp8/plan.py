@@ -191,7 +191,7 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         loss_scaler=granted.compute_dtype == "fp16",
         start_step=config.precision.start_step,
         fp8_token_multiple=TOKEN_MULTIPLE[recipe.recipe] if recipe else 1,
-        min_coverage=config.precision.min_coverage,
+        min_coverage=config.precision.min_coverage if config.dtype == "fp8" else 0.0,
         coverage=coverage,
         decoder_coverage=_coverage([layer for layer in layers if layer.name not in heads]),
         memory=memory,

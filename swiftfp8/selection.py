@@ -28,6 +28,8 @@ def lora_targets(
     for wanted in target_modules:
         if wanted == "all-linear":
             targets |= plain
+            if not plain:
+                problems.append(_no_linear(meta))
             continue
         found = [m for m in meta.linears if m.name == wanted or m.name.endswith(f".{wanted}")]
         if not found:
@@ -46,6 +48,14 @@ def lora_targets(
             )
         )
     return targets, problems
+
+
+def _no_linear(meta: ModelMeta) -> SwiftFP8Error:
+    return SwiftFP8Error(
+        f"{meta.architecture} has no linear to adapt besides its head",
+        where="target_modules=all-linear",
+        fix="set tuner=full",
+    )
 
 
 def _why_no_lora(found: list[LinearMeta], meta: ModelMeta) -> str | None:

@@ -352,7 +352,8 @@ def test_min_coverage_names_what_costs_it() -> None:
 def test_min_coverage_without_fp8() -> None:
     with pytest.raises(SwiftFP8Error, match=r"FP8 matmuls need 8\.9"):
         plan_for("a100", precision={"min_coverage": 0.5})
-    assert plan_for("a100", dtype="bf16", precision={"min_coverage": 0.5}).coverage == 0
+    asked_high = plan_for("a100", dtype="bf16", precision={"min_coverage": 0.5})
+    assert (asked_high.coverage, asked_high.min_coverage) == (0, 0)  # else the run would fail
 
 
 # --- tuning -------------------------------------------------------------------------------------
@@ -387,6 +388,14 @@ def test_a_tied_head_and_a_router_take_no_lora() -> None:
     routed = map_linears(qwen_7b(), "gate_proj", lambda linear: replace(linear, kind="router"))
     with pytest.raises(SwiftFP8Error, match="it is a router"):
         plan_for("h200", routed, target_modules=["gate_proj"])
+
+
+def test_a_model_without_linears_has_nothing_to_adapt() -> None:
+    head_only = replace(qwen_7b(), linears=qwen_7b().linears[-1:])
+    with pytest.raises(SwiftFP8Error, match="no linear to adapt") as caught:
+        plan_for("h200", head_only)
+    assert caught.value.fix == "set tuner=full"
+    assert plan_for("h200", head_only, tuner="full").lora is None
 
 
 def test_full_tuning_trains_every_weight_and_has_no_adapters() -> None:
