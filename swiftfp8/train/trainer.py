@@ -98,6 +98,13 @@ def run_training(
     mark = fingerprint(plan, model)
     start = _StartPoint.find(resume_from, run_dir, mark)
     total = count_steps(len(datasets.train), config, int(os.environ.get("WORLD_SIZE", "1")))
+    if plan.recipe is not None and plan.start_step >= total:
+        raise SwiftFP8Error(
+            f"FP8 would never run: it switches on after step {plan.start_step}, and the run has "
+            f"{total}",
+            where="precision.start_step",
+            fix=f"set precision.start_step below {total}, or dtype={plan.compute_dtype}",
+        )
     arguments = training_arguments(config, plan, run_dir, total)
     confirm_run(run_dir)
     start.rewind(run_dir)

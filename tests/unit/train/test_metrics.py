@@ -108,3 +108,4 @@ def test_a_missing_reporter_is_found_before_training(monkeypatch):
     assert "comet" in text
     assert caught.value.exit_code == 2
     require_reporters([])
+    require_reporters(["none"])

@@ -210,6 +210,14 @@ def test_coverage_below_the_minimum_fails_the_run(tmp_path):
     assert caught.value.exit_code == 1
 
 
+def test_fp8_that_would_never_switch_on_is_a_mistake(tmp_path):
+    model = make_model(fp8=True, start_step=6)
+    with pytest.raises(SwiftFP8Error, match="FP8 would never run") as caught:
+        train(tmp_path, make_config(max_steps=6), model=model)
+    assert caught.value.exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_spoilt_weight_stops_the_first_step_by_name(tmp_path):
     model, plan = make_model()
     name = "model.layers.1.self_attn.q_proj"
