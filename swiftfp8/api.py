@@ -67,9 +67,9 @@ class Trainer:
     def train(self) -> TrainResult:
         """Train, and leave the export to `export_model`."""
         from swiftfp8 import pipeline
-        from swiftfp8.export.request import check_target_after_training
+        from swiftfp8.export.request import check_export_after_training
 
-        check_target_after_training(self.arguments.config)
+        check_export_after_training(self.arguments.config)
         config = replace(self.arguments.config, export_dir=None, export_quantization_bit=None)
         result = pipeline.train(replace(self.arguments.composed, config=config))
         self.run_dir = result.run_dir

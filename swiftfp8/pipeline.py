@@ -8,6 +8,7 @@ at once.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from swiftfp8.config.compose import Composed
 from swiftfp8.config.schema import Config
+from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.hardware import Hardware, parse_hardware, probe
 from swiftfp8.plan import Plan, build_plan
 from swiftfp8.report.plan_table import plan_to_dict, precision_report, print_plan
@@ -30,13 +32,15 @@ if TYPE_CHECKING:
 
 def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
     """Plan, load, inject and train; then export, where the configuration asks for it."""
+    _refuse_several_processes()
     from transformers import set_seed
 
     from swiftfp8.data.dataset import load_datasets
-    from swiftfp8.export.request import check_target_after_training, exports_after_training
+    from swiftfp8.export.request import check_export_after_training, exports_after_training
     from swiftfp8.inject import inject_precision
     from swiftfp8.models.load import load_model, load_tokenizer
     from swiftfp8.train.checkpoint import find_resume
+    from swiftfp8.train.metrics import require_reporters
     from swiftfp8.train.run_dir import start_run
     from swiftfp8.train.trainer import run_training
 
@@ -45,7 +49,8 @@ def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
     resume_from = (
         find_resume(Path(config.resume_from_checkpoint)) if config.resume_from_checkpoint else None
     )
-    check_target_after_training(config)
+    check_export_after_training(config)
+    require_reporters(config.report_to)
     source, made = _plan(config, probe())
     print_plan(made, console)
 
@@ -154,6 +159,16 @@ def _plan(config: Config, hardware: Hardware) -> tuple[ModelSource, Plan]:
 
     source = resolve_source(config)
     return source, build_plan(config, hardware, load_meta(source, config))
+
+
+def _refuse_several_processes() -> None:
+    """Under torchrun every process would begin a run of its own."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SwiftFP8Error(
+            "a run is one process on one GPU, and this one was started as part of several",
+            where=f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
+            fix="start swiftfp8 without torchrun or accelerate launch",
+        )
 
 
 @contextmanager

@@ -101,7 +101,10 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
             problems.append(
                 SwiftFP8Error("a sweep is for training", where=alternatives[0].origin, fix=fix)
             )
-        layered.set(alternatives[0].key, alternatives[0].value, alternatives[0].origin)
+    choices, values, unknown_options = _split_choices([first for first, *_ in parsed], None)
+    problems += unknown_options
+    for override in [*_keys_of_options(choices), *values]:
+        layered.set(override.key, override.value, override.origin)
     result, found = validate(layered.tree, layered.provenance)
     raise_all([*problems, *found])
     assert result is not None
@@ -228,6 +231,19 @@ def _split_choices(
         else:
             problems.append(unknown(f"{key} option", value, options, where=override.origin))
     return choices, values, problems
+
+
+def _keys_of_options(choices: Mapping[str, str]) -> Iterator[Override]:
+    """The keys that chosen group options set, as overrides."""
+    if not choices:
+        return
+    before, chosen = layer_files(None, {}).provenance, layer_files(None, choices)
+    for key, origin in chosen.provenance.items():
+        if before.get(key) != origin:
+            value: Any = chosen.tree
+            for part in key.split("."):
+                value = value[part]
+            yield Override(key=key, value=value, text=to_token(key, value), origin=origin)
 
 
 def _notes(config: Config, provenance: Mapping[str, str]) -> tuple[str, ...]:

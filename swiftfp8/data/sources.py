@@ -99,14 +99,20 @@ def _split_sample(entry: str) -> tuple[str, int | None]:
     return match[1], int(match[2])
 
 
-def _read_registered(dataset: RegisteredDataset, hub: str) -> list[RowSet]:
+def local_path(dataset: RegisteredDataset) -> Path | None:
+    """Where a registered data set lies on this disk; None for one of a hub."""
     if dataset.source.startswith("assets/"):
-        return _read_local(assets_dir().parent / dataset.source)
+        return assets_dir().parent / dataset.source
     beside = configs_dir() / "dataset" / dataset.source
     if beside.exists():
-        return _read_local(beside)
-    if _is_local(dataset.source):
-        return _read_place(dataset.source, hub)
+        return beside
+    return Path(dataset.source).expanduser() if _is_local(dataset.source) else None
+
+
+def _read_registered(dataset: RegisteredDataset, hub: str) -> list[RowSet]:
+    path = local_path(dataset)
+    if path is not None:
+        return _read_local(path)
     rows = hubs.read_hub(dataset.source, dataset.subset, dataset.split, hub)
     return [RowSet(entry=dataset.name, where=dataset.source, rows=rows)]
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from swiftfp8.config.compose import apply_overrides, read_resolved
 from swiftfp8.config.schema import Config, ExportConfig
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.checkpoint_io import parse_size
 from swiftfp8.export.export import ExportContext
 from swiftfp8.export.locate import locate_run
 from swiftfp8.export.staging import check_target
@@ -46,7 +47,7 @@ def resolve_request(
         checkpoint=request.checkpoint,
     )
     config = read_resolved(Path(request.run)) if request.run else Config()
-    config = apply_overrides(config, request.overrides)
+    config = apply_overrides(_for_this(config, request, default_name), request.overrides)
     return ExportJob(
         model_dir=model_dir,
         adapter_dir=adapter_dir,
@@ -92,17 +93,45 @@ def exports_after_training(config: Config) -> bool:
     return config.export_dir is not None or config.export_quantization_bit is not None
 
 
-def check_target_after_training(config: Config) -> None:
-    """Find out before training, not after it, that the export has no place to go."""
+def check_export_after_training(config: Config) -> None:
+    """Find out before training, not after it, what would keep the export from being written."""
+    if exports_after_training(config):
+        parse_size(config.export.max_shard_size)
     if config.export_dir is not None:
         check_target(Path(config.export_dir), overwrite=config.export.overwrite)
 
 
 def export_settings(config: Config) -> ExportConfig:
-    """`config.export`, with `export_quantization_bit` taken as the format that it stands for."""
+    """`config.export` with files for registered names, and the format that a number of bits means.
+
+    `export_quantization_bit` stands above `export.format`.
+    """
+    texts = tuple(_file_of(name) for name in config.export.fidelity_dataset)
+    settings: ExportConfig = replace(config.export, fidelity_dataset=texts)  # type: ignore[arg-type]
     if config.export_quantization_bit is None:
-        return config.export
-    return replace(config.export, format=_BIT_FORMATS[config.export_quantization_bit])
+        return settings
+    return replace(settings, format=_BIT_FORMATS[config.export_quantization_bit])
+
+
+def _for_this(config: Config, request: ExportRequest, default_name: str) -> Config:
+    """A run's configuration without what this command was told otherwise.
+
+    A format named now counts, whatever bits the run was to end with; and a merge does not go where
+    the run's own export went.
+    """
+    told = {token.partition("=")[0].lstrip("+") for token in request.overrides}
+    if told & {"export", "export.format"}:
+        config = replace(config, export_quantization_bit=None)
+    return config if default_name == "export" else replace(config, export_dir=None)
+
+
+def _file_of(name: str) -> str:
+    """The file of a registered data set; other names are files already."""
+    from swiftfp8.data.sources import local_path, registered_datasets
+
+    registered = registered_datasets().get(name)
+    path = local_path(registered) if registered else None
+    return str(path) if path else name
 
 
 def _target(request: ExportRequest, config: Config, default_name: str) -> Path:

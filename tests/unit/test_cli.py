@@ -58,6 +58,15 @@ def test_train_composes_and_trains(calls: list[tuple[Any, ...]]) -> None:
     assert composed.config.lora_rank == 4 and composed.overrides == ("lora_rank=4",)
 
 
+def test_one_of_several_processes_begins_no_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = call("train", "config=quickstart")
+    assert (result.exit_code, list(folder.iterdir())) == (2, [])
+    assert "WORLD_SIZE=2" in result.stderr and "without torchrun" in result.stderr
+
+
 def test_dry_run_plans_and_stops(calls: list[tuple[Any, ...]]) -> None:
     assert call("train", "config=quickstart", "--dry-run").exit_code == 0
     assert [name for name, *_ in calls] == ["plan"]

@@ -1,0 +1,54 @@
+"""What a run was told, and what the export command is told, become one set of settings."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from swiftfp8.config.schema import Config, ExportConfig
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.request import check_export_after_training, export_settings, resolve_request
+from swiftfp8.requests import ExportRequest
+from tests.unit.export.test_locate import make_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that ended with a BF16 export to a directory of its own."""
+    run_dir = make_run(tmp_path)
+    (run_dir / "resolved.yaml").write_text("export_dir: served\nexport_quantization_bit: 16\n")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    return run_dir
+
+
+def resolve(run: Path, *overrides: str, name: str = "export"):
+    request = ExportRequest(run=str(run), overrides=overrides)
+    return resolve_request(request, console=Console(), default_name=name)
+
+
+def test_a_format_named_now_counts_and_bits_of_the_run_otherwise(run: Path) -> None:
+    assert resolve(run).settings.format == "bf16"
+    assert resolve(run, "export.format=fp8_block").settings.format == "fp8_block"
+    assert resolve(run, "export=fp8_block").settings.format == "fp8_block"
+    assert resolve(run, "export_quantization_bit=8").settings.format == "fp8_block"
+    with pytest.raises(SwiftFP8Error, match="unknown export option 'bf17'"):
+        resolve(run, "export=bf17")
+
+
+def test_a_merge_does_not_go_where_the_run_was_exported(run: Path) -> None:
+    assert resolve(run).export_dir == Path("served")
+    assert resolve(run, name="merged").export_dir == run / "merged"
+    assert resolve(run, "export_dir=there", name="merged").export_dir == Path("there")
+
+
+def test_registered_texts_are_files() -> None:
+    settings = ExportConfig(fidelity_dataset=["quickstart-unseen", "held_out.txt"])
+    registered, file = export_settings(Config(export=settings)).fidelity_dataset
+    assert Path(registered).is_file() and file == "held_out.txt"
+
+
+def test_a_bad_shard_size_is_found_before_training() -> None:
+    bad = ExportConfig(max_shard_size="5XB")
+    check_export_after_training(Config(export=bad))  # nothing will be exported
+    with pytest.raises(SwiftFP8Error, match="not a size"):
+        check_export_after_training(Config(export=bad, export_quantization_bit=8))
