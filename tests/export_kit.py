@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FAMILIES = ("llama", "llama_tied", "qwen2", "qwen3", "gemma3")
@@ -45,6 +51,10 @@ def tiny_model(family: str, **changes: object) -> PreTrainedModel:
                 torch.nn.init.normal_(parameter, std=0.1)
     elif family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**options, tie_word_embeddings=False))
+    elif family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+        config = Qwen3MoeConfig(**{**experts, **options}, tie_word_embeddings=False)
+        model = Qwen3MoeForCausalLM(config)
     else:
         model = Gemma3ForCausalLM(Gemma3TextConfig(**options))
     return model.to(torch.bfloat16)
@@ -53,4 +63,15 @@ def tiny_model(family: str, **changes: object) -> PreTrainedModel:
 def save_model(directory: Path, family: str = "llama", **changes: object) -> Path:
     """Write `tiny_model` as a Hugging Face directory."""
     tiny_model(family, **changes).save_pretrained(directory)
+    return directory
+
+
+def save_tokenizer(directory: Path) -> Path:
+    """Add a tokenizer of whole words, with ids under the tiny models' vocabulary of 300."""
+    words = ["[UNK]", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(
+        directory
+    )
     return directory

@@ -97,16 +97,18 @@ class _Place:
 class CheckpointReader:
     """The tensors of a Hugging Face directory: `specs` in file order, and any rows of them.
 
+    `files` are read in place of the directory's own shards.
+
     Raises:
         SwiftFP8Error: no safetensors, a missing shard, a truncated or damaged file.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, files: Sequence[Path] | None = None) -> None:
         self.directory = directory
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, _Place] = {}
         self._open: tuple[Path, io.BufferedReader] | None = None
-        for file in shard_files(directory):
+        for file in shard_files(directory) if files is None else files:
             self._add(file)
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:

@@ -22,14 +22,37 @@ from rich.progress import (
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.checkpoint_io import parse_size, shard_files
+from swiftfp8.export.calibrate_stage import CalibrationRows, calibrated
+from swiftfp8.export.checkpoint_io import parse_size
 from swiftfp8.export.fidelity import Fidelity, measure_fidelity
-from swiftfp8.export.files import copy_companions, write_config
-from swiftfp8.export.layout import ExportFormat, FormatOptions, LayerError, Layout, WriteJob
+from swiftfp8.export.files import copy_companions, has_tokenizer, write_config
+from swiftfp8.export.input_ranges import measure_input_amax
+from swiftfp8.export.layout import (
+    ExportFormat,
+    Fault,
+    FormatOptions,
+    LayerError,
+    Layout,
+    WriteJob,
+)
 from swiftfp8.export.report import ExportReport, write_report
 from swiftfp8.export.source import Source, open_source
 from swiftfp8.export.staging import check_target, staged
-from swiftfp8.export.verify import ReloadCheck, require_sound, verify_directory, verify_reload
+from swiftfp8.export.structure import TOKENIZER
+from swiftfp8.export.targets import (
+    format_warnings,
+    pick_format,
+    require_loadable,
+    why_no_reload,
+)
+from swiftfp8.export.verify import (
+    ReadBack,
+    ReloadCheck,
+    require_sound,
+    verify_directory,
+    verify_read_back,
+    verify_reload,
+)
 from swiftfp8.registry import discover, unknown
 
 
@@ -38,7 +61,8 @@ class ExportContext:
     """What the stage is told beside the user's options.
 
     `base_name` and `adapter_name` are for the report; `keep` maps a family's name patterns to
-    their reasons for staying in BF16; `device` is where the arithmetic runs.
+    their reasons for staying in BF16; `device` is where the arithmetic runs; `calibration_rows`
+    reads what `export.calibrate` needs.
     """
 
     base_name: str | None = None
@@ -46,6 +70,7 @@ class ExportContext:
     keep: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     trust_remote_code: bool = False
+    calibration_rows: Callable[[], CalibrationRows] | None = None
     console: Console = field(default_factory=Console)
 
 
@@ -66,27 +91,56 @@ def export_checkpoint(
     began = time.monotonic()
     check_target(export_dir, overwrite=settings.overwrite)
     _refuse_overlap(export_dir, model_dir, adapter_dir)
-    export_format = find_format(settings.format)
+    if settings.format != "auto":
+        find_format(settings.format)
+        require_loadable(settings.format, settings.target)
     texts = _existing_files(settings.fidelity_dataset)
     max_shard_bytes = parse_size(settings.max_shard_size)
     source = open_source(model_dir, adapter_dir, trust_remote_code=context.trust_remote_code)
     options = FormatOptions(exclude=settings.exclude, keep=context.keep)
+    name: str = settings.format
+    why = "as asked"
+    if settings.format == "auto":
+        name, why = pick_format(source, options, settings.target)
+    export_format = find_format(name)
     layout = export_format.describe(source, options)
-    with staged(export_dir, overwrite=settings.overwrite, needed_bytes=layout.nbytes) as partial:
+    if getattr(export_format, "STATIC_INPUTS", False):
+        options = replace(options, input_amax=_input_amax(source, layout, settings, context, texts))
+        layout = export_format.describe(source, options)
+    with (
+        calibrated(
+            source,
+            layout,
+            settings,
+            context.calibration_rows,
+            device=context.device,
+            console=context.console,
+        ) as (layout, calibration),
+        staged(export_dir, overwrite=settings.overwrite, needed_bytes=layout.nbytes) as partial,
+    ):
         with _progress(source.nbytes, context.console) as advance:
             job = WriteJob(max_shard_bytes=max_shard_bytes, device=context.device, advance=advance)
             errors = export_format.write(source, layout, partial, job)
-        write_config(source.layers.config, layout.config, partial)
-        copy_companions(model_dir, adapter_dir, partial)
-        warnings = require_sound(
-            verify_directory(partial, layout.format, trust_remote_code=context.trust_remote_code)
+        if layout.config is not None:
+            write_config(source.layers.config, layout.config, partial)
+        copy_companions(model_dir, adapter_dir, partial, model=layout.config is not None)
+        faults = verify_directory(
+            partial, layout.format, trust_remote_code=context.trust_remote_code
         )
-        reload, fidelity = _check(source, layout, export_format, partial, settings, context, texts)
-        report = _report(
-            source, layout, partial, errors, context, export_dir=export_dir, warnings=warnings
+        warnings = require_sound(_as_source(faults, model_dir, adapter_dir))
+        reload, read_back = _read_again(source, layout, export_format, partial, settings, context)
+        fidelity = _fidelity(source, layout, export_format, partial, settings, context, texts)
+        report = _report(source, layout, partial, errors, context, export_dir=export_dir)
+        report = replace(
+            report,
+            format_reason=why,
+            reload=reload,
+            read_back=read_back,
+            fidelity=fidelity,
+            calibration=calibration,
+            warnings=(*format_warnings(layout.format), *warnings),
+            seconds=time.monotonic() - began,
         )
-        seconds = time.monotonic() - began
-        report = replace(report, reload=reload, fidelity=fidelity, seconds=seconds)
         write_report(report, partial)
     return report
 
@@ -111,7 +165,53 @@ def find_format(name: str) -> ExportFormat:
     return formats[name]
 
 
-def _check(
+def _input_amax(
+    source: Source,
+    layout: Layout,
+    settings: ExportConfig,
+    context: ExportContext,
+    texts: list[Path],
+) -> Mapping[str, float]:
+    adapter = source.checkpoint.adapter
+    own = adapter is not None and has_tokenizer(adapter.directory)
+    with context.console.status("measuring how large activations get"):
+        return measure_input_amax(
+            source,
+            layout,
+            files=texts,
+            tokens=settings.fidelity_tokens,
+            tokenizer_dir=adapter.directory if adapter and own else source.directory,
+            device=context.device,
+        )
+
+
+def _as_source(faults: list[Fault], *inputs: Path | None) -> list[Fault]:
+    """A tokenizer that the source does not have either is worth a warning, not a failure."""
+    if any(path is not None and has_tokenizer(path) for path in inputs):
+        return faults
+    return [replace(f, severity="warning") if f.where == TOKENIZER else f for f in faults]
+
+
+def _read_again(
+    source: Source,
+    layout: Layout,
+    export_format: ExportFormat,
+    partial: Path,
+    settings: ExportConfig,
+    context: ExportContext,
+) -> tuple[ReloadCheck | None, ReadBack | None]:
+    """Reload in a fresh process; where transformers can't, read the files back ourselves."""
+    if not settings.verify:
+        return None, None
+    obstacle = why_no_reload(layout.format)
+    if obstacle:
+        with context.console.status("verifying: reading the files back"):
+            return None, verify_read_back(source, layout, export_format, partial, obstacle)
+    with context.console.status("verifying: reload in a fresh process"):
+        return verify_reload(source, layout, export_format, partial), None
+
+
+def _fidelity(
     source: Source,
     layout: Layout,
     export_format: ExportFormat,
@@ -119,24 +219,20 @@ def _check(
     settings: ExportConfig,
     context: ExportContext,
     texts: list[Path],
-) -> tuple[ReloadCheck | None, Fidelity | None]:
-    """Reload in a fresh process, and compare with the BF16 merge where text is given."""
-    reload = fidelity = None
-    if settings.verify:
-        with context.console.status("verifying: reload in a fresh process"):
-            reload = verify_reload(source, layout, export_format, partial)
-    if texts and layout.quantized:
-        with context.console.status("verifying: against the BF16 merge on held-out text"):
-            fidelity = measure_fidelity(
-                source,
-                layout,
-                export_format,
-                files=texts,
-                tokens=settings.fidelity_tokens,
-                tokenizer_dir=partial,
-                device=context.device,
-            )
-    return reload, fidelity
+) -> Fidelity | None:
+    """Compare with the BF16 merge where text is given."""
+    if not (texts and layout.quantized):
+        return None
+    with context.console.status("verifying: against the BF16 merge on held-out text"):
+        return measure_fidelity(
+            source,
+            layout,
+            export_format,
+            files=texts,
+            tokens=settings.fidelity_tokens,
+            tokenizer_dir=partial,
+            device=context.device,
+        )
 
 
 def _report(
@@ -147,28 +243,29 @@ def _report(
     context: ExportContext,
     *,
     export_dir: Path,
-    warnings: tuple[str, ...],
 ) -> ExportReport:
     adapter = source.checkpoint.adapter
     packages = ("swiftfp8", "torch", "transformers", "peft")
     return ExportReport(
         export_dir=export_dir,
         format=layout.format,
+        format_reason="",
         base=context.base_name or source.directory.resolve().name,
         adapter=(context.adapter_name or adapter.directory.name) if adapter else None,
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         versions={name: _version(name) for name in packages},
         source_bytes=source.nbytes,
         export_bytes=layout.nbytes,
-        shards=len(shard_files(partial)),
+        shards=len(list(partial.glob("*.safetensors"))),
         seconds=0.0,
         merged=sum(source.checkpoint.changed(name) for name in source.tensors),
         quantized=len(layout.quantized),
         kept={d.name: d.reason for d in layout.decisions if not d.quantize},
         layers=tuple(sorted(errors, key=lambda layer: -layer.relative_error)),
         reload=None,
+        read_back=None,
         fidelity=None,
-        warnings=warnings,
+        warnings=(),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+MODELOPT_CONFIG = "hf_quant_config.json"
 _TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -33,15 +34,20 @@ _OTHER = (
 )
 
 
-def copy_companions(model_dir: Path, adapter_dir: Path | None, target: Path) -> list[str]:
+def copy_companions(
+    model_dir: Path, adapter_dir: Path | None, target: Path, *, model: bool = True
+) -> list[str]:
     """Copy what an engine needs beside the weights; returns the names copied.
+
+    Beside an adapter (not `model`) that is the tokenizer alone.
 
     The tokenizer files come all from one place: the run's checkpoint where it has a tokenizer
     (training may have changed the template), else the model's directory.
     """
     run_has_one = adapter_dir is not None and has_tokenizer(adapter_dir)
     tokenizer_dir = adapter_dir if run_has_one and adapter_dir else model_dir
-    wanted = [*_matching(tokenizer_dir, _TOKENIZER), *_matching(model_dir, _OTHER)]
+    wanted = [*_matching(tokenizer_dir, _TOKENIZER)]
+    wanted += _matching(model_dir, _OTHER) if model else []
     copied = []
     for root, file in wanted:
         relative = file.relative_to(root)

@@ -59,19 +59,36 @@ class Decision:
 def inspect_model(directory: Path, *, trust_remote_code: bool = False) -> ModelLayers:
     """Build the model of `directory` without weights and list its linears.
 
+    A base in FP8 is taken for the BF16 model that it stands for.
+
     Raises:
         SwiftFP8Error: no config.json, an architecture that transformers does not know, or a base
-            that is quantized already.
+            that is quantized in a way that can't be undone here.
     """
     raw = read_json(directory / "config.json")
-    if "quantization_config" in raw:
-        method = raw["quantization_config"].get("quant_method", "?")
+    section = raw.get("quantization_config")
+    if section is not None and not is_fp8(section):
         raise SwiftFP8Error(
-            f"this model is quantized already ({method})",
+            f"this model is quantized already ({section.get('quant_method', '?')})",
             where=str(directory / "config.json"),
             fix="give the BF16 model that it was made from",
         )
-    return _layers_of(meta_model(directory, trust_remote_code)[1], raw)
+    plain = {key: value for key, value in raw.items() if key != "quantization_config"}
+    return _layers_of(meta_model(directory, trust_remote_code)[1], plain)
+
+
+def is_fp8(section: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` means e4m3 weights with scales beside them."""
+    method = section.get("quant_method")
+    groups = (section.get("config_groups") or {}).values()
+    if method == "compressed-tensors":
+        weights = [group.get("weights") or {} for group in groups]
+        return bool(weights) and all(
+            (w.get("type"), w.get("num_bits")) == ("float", 8) for w in weights
+        )
+    return method == "fp8" or (
+        method == "modelopt" and str(section.get("quant_algo", "")).upper() == "FP8"
+    )
 
 
 def inspect_export(directory: Path, *, trust_remote_code: bool = False) -> ModelLayers:
@@ -128,7 +145,7 @@ def decide(
         for name in members:
             if blocked and not reasons[name]:
                 reasons[name] = f"fused with {blocked.rpartition('.')[2]}: {reasons[blocked]}"
-    return tuple(
+    decisions = [
         Decision(
             name=name,
             shape=spec.shape,
@@ -136,7 +153,8 @@ def decide(
             reason=reasons[name] or "linear",
         )
         for name, spec in candidates.items()
-    )
+    ]
+    return (*decisions, *_stacked_experts(layers, specs))
 
 
 def fused_siblings(name: str) -> list[str]:
@@ -193,6 +211,18 @@ def _why_not(
     return None
 
 
+def _stacked_experts(layers: ModelLayers, specs: Mapping[str, TensorSpec]) -> list[Decision]:
+    """Modules whose experts the checkpoint stores as 3D tensors, which no engine takes in FP8."""
+    found = []
+    for module in layers.experts:
+        stacked = [s for s in specs.values() if s.name.startswith(f"{module}.")]
+        shape = next((s.shape for s in stacked if len(s.shape) == 3), None)
+        if shape:
+            reason = "experts stored as one 3D tensor"
+            found.append(Decision(name=module, shape=shape, quantize=False, reason=reason))
+    return found
+
+
 def _check_patterns(exclude: Sequence[str], names: Iterable[str]) -> None:
     known = list(names)
     for pattern in exclude:
@@ -218,6 +248,8 @@ def _layers_of(model: Any, raw: Mapping[str, Any]) -> ModelLayers:
             linears[name] = "linear" if type(module) is nn.Linear else "router"
         elif name.endswith(".experts"):
             experts.append(name)
+        elif name.rpartition(".")[2] in _ROUTERS and _has_matrix(module):
+            linears[name] = "router"
     keep = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     return ModelLayers(
         config=raw,
@@ -226,6 +258,11 @@ def _layers_of(model: Any, raw: Mapping[str, Any]) -> ModelLayers:
         keep_fp32=tuple(sorted(keep)),
         tied=_tied(model),
     )
+
+
+def _has_matrix(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.dim() == 2
 
 
 def _tied(model: Any) -> dict[str, str]:

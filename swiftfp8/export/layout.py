@@ -57,14 +57,15 @@ class Layout:
     """All that is known of an export before its first byte is computed.
 
     `tensors` are in the order of writing; `quantized` are names of weights in it; `config` is
-    merged into config.json. `quantizer` and `input_amax` are those of the options.
+    merged into config.json, None where the directory is no model by itself. `quantizer` and
+    `input_amax` are those of the options.
     """
 
     format: str
     tensors: tuple[TensorSpec, ...]
     quantized: frozenset[str]
     decisions: tuple[Decision, ...]
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] | None
     quantizer: Quantizer | None = None
     input_amax: Mapping[str, float] | None = None
 

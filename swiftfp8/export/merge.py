@@ -20,12 +20,8 @@ import torch
 from torch import Tensor
 
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.checkpoint_io import (
-    CheckpointReader,
-    TensorSpec,
-    read_header,
-    read_json,
-)
+from swiftfp8.export.checkpoint_io import TensorSpec, read_header, read_json
+from swiftfp8.export.fp8_reader import TensorReader
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -65,7 +61,7 @@ class MergedCheckpoint:
         SwiftFP8Error: an adapter tensor that fits no weight of the base, by name or by shape.
     """
 
-    def __init__(self, base: CheckpointReader, adapter: Adapter | None = None) -> None:
+    def __init__(self, base: TensorReader, adapter: Adapter | None = None) -> None:
         self.base = base
         self.adapter = adapter
         self.specs: Mapping[str, TensorSpec] = base.specs

@@ -9,6 +9,7 @@ exporter compares both with its own dequantized model.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import zlib
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftfp8.export.checkpoint_io import as_buffer
+from swiftfp8.export.checkpoint_io import as_buffer, read_json
 
 
 def main() -> None:
@@ -52,11 +53,26 @@ def load_plain(directory: Path, trust_remote_code: bool = False) -> tuple[Any, d
         dtype="auto",
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
+        **_dequantized(directory),
     )
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     loading: dict[str, Any] = {kind: sorted(map(str, info[kind])) for kind in kinds}
     loading["transformers"] = transformers.__version__
     return model.eval(), loading
+
+
+def _dequantized(directory: Path) -> dict[str, Any]:
+    """What makes transformers dequantize compressed-tensors: else activations are rounded too."""
+    section = read_json(directory / "config.json").get("quantization_config") or {}
+    if section.get("quant_method") != "compressed-tensors":
+        return {}
+    from transformers import CompressedTensorsConfig
+
+    known = inspect.signature(CompressedTensorsConfig.__init__).parameters
+    options: dict[str, Any] = (
+        {"dequantize": True} if "dequantize" in known else {"run_compressed": False}
+    )
+    return {"quantization_config": CompressedTensorsConfig(**options)}
 
 
 def forward_logits(model: Any, ids_BT: Tensor) -> Tensor:

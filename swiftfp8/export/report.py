@@ -12,23 +12,34 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from swiftfp8.export.calibrate import Calibration
 from swiftfp8.export.fidelity import Fidelity
 from swiftfp8.export.layout import LayerError
-from swiftfp8.export.verify import ReloadCheck
+from swiftfp8.export.verify import ReadBack, ReloadCheck
 
 REPORT_NAME = "export_report.json"
 _WORST_SHOWN = 5
 _MIB = 2**20
+_WHAT = {
+    "fp8_block": "FP8 (e4m3, 128x128 blocks)",
+    "compressed_tensors": "FP8 (e4m3, one scale per channel, compressed-tensors)",
+    "fp8": "FP8 (e4m3, one scale per weight)",
+    "modelopt": "FP8 (e4m3, one scale per weight, static activation scales, ModelOpt)",
+    "bf16": "BF16, merged",
+    "adapter": "LoRA adapter (PEFT)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
     """One export. `kept` maps each linear that stayed in BF16 to its reason; `layers` are what
-    quantization cost, worst first; `reload` is None where `export.verify` was off.
+    quantization cost, worst first. Where transformers can't read the format, `reload` is None and
+    `read_back` says what was checked in its place; with `export.verify` off both are None.
     """
 
     export_dir: Path
     format: str
+    format_reason: str
     base: str
     adapter: str | None
     created: str
@@ -42,8 +53,10 @@ class ExportReport:
     kept: dict[str, str]
     layers: tuple[LayerError, ...]
     reload: ReloadCheck | None
+    read_back: ReadBack | None
     fidelity: Fidelity | None
     warnings: tuple[str, ...]
+    calibration: Calibration | None = None
 
     def to_json(self) -> str:
         """All of it as JSON; paths as text, an infinite SQNR as null."""
@@ -70,7 +83,7 @@ class ExportReport:
         """The report as label and text, for the table and the model card."""
         sizes = f"{self.export_bytes / _MIB:,.1f} MiB in {self.shards} file(s)"
         rows = [
-            ("format", self.format),
+            ("format", f"{self.format} ({self.format_reason})"),
             ("base", self.base),
             ("adapter", f"{self.adapter} ({self.merged} weights)" if self.adapter else "none"),
             ("size", f"{sizes}, from {self.source_bytes / _MIB:,.1f} MiB"),
@@ -79,6 +92,15 @@ class ExportReport:
         if self.layers:
             mean = sum(layer.relative_error for layer in self.layers) / len(self.layers)
             rows.append(("FP8 linears", f"{self.quantized}, mean relative error {mean:.2%}"))
+        if self.calibration:
+            c = self.calibration
+            rows.append(
+                (
+                    "calibration",
+                    f"{len(c.layers)} linears on {c.tokens} tokens of {c.rows} rows: mean output "
+                    f"error {c.rounded:.2%} -> {c.calibrated:.2%}",
+                )
+            )
         if self.kept:
             counts = Counter(self.kept.values()).most_common()
             reasons = "; ".join(f"{count} {reason}" for reason, count in counts)
@@ -98,6 +120,11 @@ class ExportReport:
         return rows
 
     def _reload_text(self) -> str:
+        if self.read_back:
+            return (
+                f"not by transformers: {self.read_back.obstacle}. {self.read_back.tensors} tensors "
+                "read back from the files and dequantized by swiftfp8, equal"
+            )
         if self.reload is None:
             return "not checked (export.verify=false)"
         equal = (
@@ -118,8 +145,8 @@ def write_report(report: ExportReport, directory: Path) -> None:
 
 
 def _model_card(report: ExportReport) -> str:
-    what = "FP8 (e4m3, 128x128 blocks)" if report.format == "fp8_block" else "BF16, merged"
-    tags = ["swiftfp8", *(["fp8"] if report.format.startswith("fp8") else [])]
+    what = _WHAT[report.format]
+    tags = ["swiftfp8", *(["fp8"] if report.quantized else [])]
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:"]
     lines += [f"- {tag}" for tag in tags]
     lines += ["---", "", f"# {report.export_dir.name}", ""]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.checkpoint_io import FLOATS, CheckpointReader, TensorSpec
+from swiftfp8.export.checkpoint_io import FLOATS, TensorSpec, read_json
+from swiftfp8.export.fp8_reader import open_tensors
 from swiftfp8.export.layers import ModelLayers, inspect_model, meta_model
 from swiftfp8.export.merge import MergedCheckpoint, load_adapter
 from swiftfp8.export.quantize import slabs
@@ -63,11 +64,13 @@ def open_source(
     """Open a base and an adapter, and check that they fit.
 
     Raises:
-        SwiftFP8Error: missing or damaged files, an adapter of another model, a quantized base.
+        SwiftFP8Error: missing or damaged files, an adapter of another model, a base quantized in
+            a way that is not FP8.
     """
     layers = inspect_model(model_dir, trust_remote_code=trust_remote_code)
     adapter = load_adapter(adapter_dir) if adapter_dir else None
-    checkpoint = MergedCheckpoint(CheckpointReader(model_dir), adapter)
+    reader = open_tensors(model_dir, read_json(model_dir / "config.json"))
+    checkpoint = MergedCheckpoint(reader, adapter)
     if adapter and layers.tied and adapter.replaced:
         for name in (*layers.tied, *layers.tied.values()):
             if name in adapter.replaced:

@@ -59,7 +59,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             where=str(target),
             fix="choose another export_dir, or set export.overwrite=true to replace it",
         )
-    if not (target / "config.json").is_file() or target.is_symlink():
+    known = ("config.json", "adapter_config.json")
+    if not any((target / name).is_file() for name in known) or target.is_symlink():
         raise SwiftFP8Error(
             "export.overwrite replaces earlier exports only; this holds something else",
             where=str(target),

@@ -2,14 +2,14 @@
 
 Each check answers a fault seen in the wild: a BF16 linear that the config does not list (an engine
 reads its bytes as FP8), a name listed as a suffix, BF16 scales, mixed precision in a fused group,
-NaN bytes, a missing shard.
+NaN bytes, a missing shard, experts stored as one 3D tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,34 +25,49 @@ from swiftfp8.export.checkpoint_io import (
 from swiftfp8.export.files import has_tokenizer
 from swiftfp8.export.layers import ModelLayers, fused_siblings, linear_names
 from swiftfp8.export.layout import Fault
-from swiftfp8.export.quantize import BLOCK, slabs
-
-_SECTION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-_SCALE = "_scale_inv"
+from swiftfp8.export.quantize import slabs
+from swiftfp8.export.scheme import INPUT_SCALE, Scheme
 
 
-def check_fp8_block(directory: Path, layers: ModelLayers) -> list[Fault]:
-    """Every fault of a 128x128 block FP8 directory that shows in its files."""
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What a directory's configuration says of its weights.
+
+    `kept` are the full names of modules that it leaves unquantized; `where` is the place that
+    lists them, for messages; `unknown` are entries there that name no module. `faults` are those
+    of the configuration itself.
+    """
+
+    scheme: Scheme
+    kept: frozenset[str]
+    where: str
+    unknown: Sequence[str] = ()
+    static_inputs: bool = False
+    faults: list[Fault] = field(default_factory=list)
+
+
+def check_quantized(directory: Path, layers: ModelLayers, declared: Declared) -> list[Fault]:
+    """Every fault of a quantized directory that shows in its files."""
     faults = check_files(directory)
-    if any(fault.severity == "error" for fault in faults):
-        return faults
-    section = layers.config.get("quantization_config")
-    if not isinstance(section, Mapping):
-        return [*faults, Fault(where="config.json", what="has no quantization_config")]
+    if any(fault.where != TOKENIZER for fault in faults):
+        return [*faults, *declared.faults]
     reader = CheckpointReader(directory)
     try:
-        faults += _check_section(section)
+        faults += declared.faults
         faults += check_tied(directory, layers)
-        faults += _check_names(section, layers, reader.specs)
+        faults += _check_names(declared, layers, reader.specs)
         for spec in reader.specs.values():
             if spec.dtype == "F8_E4M3":
-                faults += _check_weight(spec, reader)
-            elif spec.name.endswith(_SCALE) and _fp8_of(spec.name, reader.specs) is None:
+                faults += _check_weight(spec, reader, declared)
+            elif _is_lone_scale(spec, reader.specs):
                 faults.append(Fault(where=spec.name, what="is the scale of no FP8 weight"))
-        faults += _check_groups(reader.specs)
+        faults += _check_groups(declared.scheme, reader)
     finally:
         reader.close()
     return faults
+
+
+TOKENIZER = "tokenizer"
 
 
 def check_files(directory: Path) -> list[Fault]:
@@ -72,7 +87,7 @@ def check_files(directory: Path) -> list[Fault]:
     if not faults and (directory / INDEX_NAME).is_file():
         faults += _check_index(read_json(directory / INDEX_NAME)["weight_map"], found)
     if not has_tokenizer(directory):
-        faults.append(Fault(where="tokenizer", what="no tokenizer files", severity="warning"))
+        faults.append(Fault(where=TOKENIZER, what="no tokenizer files"))
     return faults
 
 
@@ -86,6 +101,29 @@ def check_tied(directory: Path, layers: ModelLayers) -> list[Fault]:
     ]
 
 
+def check_unquantized(directory: Path, layers: ModelLayers) -> list[Fault]:
+    """Complete files, and no FP8 that nothing declares."""
+    faults = check_files(directory)
+    if any(fault.where != TOKENIZER for fault in faults):
+        return faults
+    odd = [
+        Fault(where=spec.name, what=f"is {spec.dtype}, and config.json has no quantization_config")
+        for spec in CheckpointReader(directory).specs.values()
+        if spec.dtype.startswith("F8")
+    ]
+    return [*faults, *odd, *check_tied(directory, layers)]
+
+
+def module_names(directory: Path, layers: ModelLayers) -> set[str]:
+    """Modules of the model that a list of exceptions can name."""
+    names = set(layers.linears) | set(layers.experts) | {"lm_head"}
+    try:
+        stored = CheckpointReader(directory).specs
+    except SwiftFP8Error:
+        return names  # `check_files` says what is wrong
+    return names | {name.removesuffix(".weight") for name in stored if name.endswith(".weight")}
+
+
 def _check_index(weight_map: Mapping[str, str], found: Mapping[str, str]) -> list[Fault]:
     return [
         Fault(
@@ -97,64 +135,48 @@ def _check_index(weight_map: Mapping[str, str], found: Mapping[str, str]) -> lis
     ]
 
 
-def _check_section(section: Mapping[str, Any]) -> list[Fault]:
-    where = "config.json: quantization_config"
-    faults = [
-        Fault(where=where, what=f"{key} is {section.get(key)!r}, not {value!r}")
-        for key, value in _SECTION.items()
-        if section.get(key, value if key == "fmt" else None) != value
-    ]
-    if list(section.get("weight_block_size") or ()) != list(BLOCK):
-        faults.append(Fault(where=where, what=f"weight_block_size is not {list(BLOCK)}"))
-    return faults
-
-
 def _check_names(
-    section: Mapping[str, Any], layers: ModelLayers, specs: Mapping[str, TensorSpec]
+    declared: Declared, layers: ModelLayers, specs: Mapping[str, TensorSpec]
 ) -> list[Fault]:
-    listed = set(section.get("modules_to_not_convert") or section.get("ignored_layers") or ())
-    where = "config.json: modules_to_not_convert"
     heads = {name for name, kind in layers.linears.items() if kind == "head"}
-    present = set(linear_names(layers, specs))
     faults = [
-        Fault(where=where, what=f"the output head {name} is not listed")
-        for name in sorted(heads - listed)
+        Fault(where=declared.where, what=f"the output head {name} is not listed")
+        for name in sorted(heads - declared.kept)
     ]
-    for name in sorted(listed - heads - present - layers.linears.keys() - {"lm_head"}):
-        if f"{name}.weight" not in specs:
-            faults.append(Fault(where=where, what=f"'{name}' is no full name of a linear"))
-    for name in sorted(present):
-        is_fp8 = specs[f"{name}.weight"].dtype == "F8_E4M3"
-        if is_fp8 and name in heads:
+    faults += [
+        Fault(where=declared.where, what=f"'{name}' is no full name of a linear")
+        for name in declared.unknown
+    ]
+    for name in sorted(linear_names(layers, specs)):
+        dtype = specs[f"{name}.weight"].dtype
+        if dtype == "F8_E4M3" and name in heads:
             faults.append(Fault(where=name, what="the output head is quantized"))
-        elif is_fp8 and name in listed:
+        elif dtype == "F8_E4M3" and name in declared.kept:
             faults.append(Fault(where=name, what="is FP8 but listed as not converted"))
-        elif not is_fp8 and name not in listed | heads:
-            faults.append(
-                Fault(where=name, what=f"is {specs[f'{name}.weight'].dtype} but not listed")
+        elif dtype != "F8_E4M3" and name not in declared.kept | heads:
+            faults.append(Fault(where=name, what=f"is {dtype} but not listed"))
+    for spec in specs.values():
+        module = next((m for m in layers.experts if spec.name.startswith(f"{m}.")), None)
+        if module and len(spec.shape) == 3 and module not in declared.kept:
+            what = (
+                f"holds all experts as {spec.dtype} with 3 dimensions, and {module} is not listed"
             )
+            faults.append(Fault(where=spec.name, what=what))
     return faults
 
 
-def _check_weight(spec: TensorSpec, reader: CheckpointReader) -> list[Fault]:
+def _check_weight(spec: TensorSpec, reader: CheckpointReader, declared: Declared) -> list[Fault]:
     """Shape, scale and bytes of one FP8 weight."""
     if len(spec.shape) != 2:
         return [Fault(where=spec.name, what=f"is FP8 with {len(spec.shape)} dimensions, not 2")]
-    faults = []
-    if any(length % block for length, block in zip(spec.shape, BLOCK, strict=True)):
-        faults.append(Fault(where=spec.name, what=f"shape {spec.shape} is no multiple of {BLOCK}"))
-    scale = reader.specs.get(spec.name + _SCALE)
-    expected = tuple(-(-n // block) for n, block in zip(spec.shape, BLOCK, strict=True))
-    if scale is None:
-        faults.append(Fault(where=spec.name, what="has no weight_scale_inv"))
-    elif scale.dtype != "F32":
-        faults.append(Fault(where=scale.name, what=f"is {scale.dtype}, not F32"))
-    elif scale.shape != expected:
-        faults.append(Fault(where=scale.name, what=f"has shape {scale.shape}, not {expected}"))
-    else:
-        values = reader.rows(scale.name)
-        if not bool((torch.isfinite(values) & (values > 0)).all()):
-            faults.append(Fault(where=scale.name, what="holds scales that are not positive"))
+    scheme = declared.scheme
+    faults = _check_shape(spec, scheme)
+    faults += _check_scale(
+        spec, spec.name + scheme.scale_suffix, scheme.scale_shape(spec.shape), reader
+    )
+    if declared.static_inputs:
+        scale_name = f"{spec.name.removesuffix('.weight')}.{INPUT_SCALE}"
+        faults += _check_scale(spec, scale_name, (), reader)
     if any(
         bool(((reader.rows(spec.name, a, b).view(torch.uint8) & 0x7F) == 0x7F).any())
         for a, b in slabs(spec.rows, spec.columns, 1)
@@ -163,12 +185,50 @@ def _check_weight(spec: TensorSpec, reader: CheckpointReader) -> list[Fault]:
     return faults
 
 
-def _check_groups(specs: Mapping[str, TensorSpec]) -> list[Fault]:
-    return [
-        Fault(where=members[0], what=f"mixed precision in a fused group: {', '.join(members)}")
-        for members in _fused(specs)
-        if len({specs[f"{name}.weight"].dtype == "F8_E4M3" for name in members}) > 1
-    ]
+def _check_shape(spec: TensorSpec, scheme: Scheme) -> list[Fault]:
+    """Whole blocks. Rows left over are a warning where no engine fuses or splits the layer."""
+    rows_fit, columns_fit = (n % m == 0 for n, m in zip(spec.shape, scheme.multiple, strict=True))
+    if rows_fit and columns_fit:
+        return []
+    alone = columns_fit and not fused_siblings(spec.name.removesuffix(".weight"))
+    what = f"shape {spec.shape} is no multiple of {scheme.multiple}"
+    return [Fault(where=spec.name, what=what, severity="warning" if alone else "error")]
+
+
+def _check_scale(
+    spec: TensorSpec, name: str, shape: tuple[int, ...], reader: CheckpointReader
+) -> list[Fault]:
+    scale = reader.specs.get(name)
+    if scale is None:
+        return [Fault(where=spec.name, what=f"has no {name.rpartition('.')[2]}")]
+    if scale.dtype != "F32":
+        return [Fault(where=scale.name, what=f"is {scale.dtype}, not F32")]
+    # Ones are not counted: engines take [N, 1] for [N] and [1] for [].
+    if [n for n in scale.shape if n != 1] != [n for n in shape if n != 1]:
+        return [Fault(where=scale.name, what=f"has shape {scale.shape}, not {shape}")]
+    values = reader.rows(scale.name)
+    if not bool((torch.isfinite(values) & (values > 0)).all()):
+        return [Fault(where=scale.name, what="holds scales that are not positive")]
+    return []
+
+
+def _check_groups(scheme: Scheme, reader: CheckpointReader) -> list[Fault]:
+    """Fused linears: all FP8 or none, and one scale where a scale is for a whole tensor."""
+    faults = []
+    for members in _fused(reader.specs):
+        weights = [reader.specs[f"{name}.weight"] for name in members]
+        listed = ", ".join(members)
+        if len({weight.dtype == "F8_E4M3" for weight in weights}) > 1:
+            faults.append(
+                Fault(where=members[0], what=f"mixed precision in a fused group: {listed}")
+            )
+        elif scheme.granularity == "tensor" and weights[0].dtype == "F8_E4M3":
+            names = [weight.name + scheme.scale_suffix for weight in weights]
+            known = [name for name in names if name in reader.specs]
+            if len({reader.rows(name).float().sum().item() for name in known}) > 1:
+                what = f"a fused group has several scales, engines quantize it again: {listed}"
+                faults.append(Fault(where=members[0], what=what, severity="warning"))
+    return faults
 
 
 def _fused(specs: Iterable[str]) -> list[list[str]]:
@@ -177,6 +237,9 @@ def _fused(specs: Iterable[str]) -> list[list[str]]:
     return [[name for name in group if name in modules] for group in sorted(groups)]
 
 
-def _fp8_of(scale: str, specs: Mapping[str, TensorSpec]) -> TensorSpec | None:
-    weight = specs.get(scale.removesuffix(_SCALE))
-    return weight if weight and weight.dtype == "F8_E4M3" else None
+def _is_lone_scale(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> bool:
+    for suffix in ("_scale_inv", "_scale"):
+        if spec.name.endswith(f".weight{suffix}"):
+            weight = specs.get(spec.name.removesuffix(suffix))
+            return weight is None or weight.dtype != "F8_E4M3"
+    return False

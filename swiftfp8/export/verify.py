@@ -22,9 +22,12 @@ import torch
 from torch import Tensor
 
 from swiftfp8.errors import RunFailed, SwiftFP8Error
-from swiftfp8.export.checkpoint_io import read_json
+from swiftfp8.export.checkpoint_io import CheckpointReader, read_json
+from swiftfp8.export.files import MODELOPT_CONFIG
+from swiftfp8.export.fp8_reader import DequantizingReader, TensorReader
 from swiftfp8.export.layers import inspect_export
 from swiftfp8.export.layout import ExportFormat, Fault, Layout
+from swiftfp8.export.merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from swiftfp8.export.reload import checksums, forward_logits
 from swiftfp8.export.source import Source, build_model
 from swiftfp8.registry import discover, unknown
@@ -51,15 +54,28 @@ class ReloadCheck:
     transformers: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReadBack:
+    """Tensors that were read from the written files, dequantized and found equal; and why that.
+
+    `obstacle` says why no other program read them.
+    """
+
+    tensors: int
+    obstacle: str
+
+
 def verify_directory(
     directory: Path, format_name: str | None = None, *, trust_remote_code: bool = False
 ) -> list[Fault]:
     """Faults of an exported directory, whoever wrote it, from its headers and bytes."""
     formats = discover("swiftfp8.export.formats")
-    name = format_name or _format_of(read_json(directory / "config.json"), directory)
+    name = format_name or _format_of(directory)
     if name not in formats:
         raise unknown("export format", name, formats)
-    layers = inspect_export(directory, trust_remote_code=trust_remote_code)
+    layers = None
+    if name != "adapter":
+        layers = inspect_export(directory, trust_remote_code=trust_remote_code)
     faults: list[Fault] = formats[name].verify(directory, layers)
     return faults
 
@@ -105,6 +121,33 @@ def verify_reload(
         max_difference=difference,
         transformers=facts["loading"]["transformers"],
     )
+
+
+def verify_read_back(
+    source: Source, layout: Layout, export_format: ExportFormat, directory: Path, obstacle: str
+) -> ReadBack:
+    """Read the files with our own reader and compare with what the source gives, bit for bit.
+
+    It shows that the files hold what was computed, not that another program understands them.
+
+    Raises:
+        RunFailed: a tensor is missing or differs.
+    """
+    if layout.format == "adapter":
+        stored: TensorReader = CheckpointReader(directory, [directory / ADAPTER_WEIGHTS])
+    else:
+        stored = DequantizingReader(CheckpointReader(directory))
+    tensors = 0
+    for name, expected in export_format.reference(source, layout):
+        found = stored.rows(name).to(expected.dtype) if name in stored.specs else None
+        if found is None or not torch.equal(found, expected):
+            raise RunFailed(
+                f"{name} is not what was exported when it is read back",
+                where=str(directory),
+                fix="export again, and report it if it fails the same way",
+            )
+        tensors += 1
+    return ReadBack(tensors=tensors, obstacle=obstacle)
 
 
 def token_ids(directory: Path, vocab_size: int) -> Tensor:
@@ -183,13 +226,20 @@ def _compare_parameters(expected: dict[str, int], loaded: dict[str, int], layout
         )
 
 
-def _format_of(config: dict[str, Any], directory: Path) -> str:
-    section = config.get("quantization_config")
-    if section is None:
+def _format_of(directory: Path) -> str:
+    """The format of a directory that anybody wrote, by its configuration."""
+    if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
+        return "adapter"
+    section = read_json(directory / "config.json").get("quantization_config") or {}
+    method = section.get("quant_method")
+    if method == "modelopt" or (method is None and (directory / MODELOPT_CONFIG).is_file()):
+        return "modelopt"
+    if method is None:
         return "bf16"
-    if section.get("quant_method") == "fp8" and section.get("weight_block_size"):
-        return "fp8_block"
+    if method == "fp8":
+        return "fp8_block" if section.get("weight_block_size") else "fp8"
+    if method == "compressed-tensors":
+        return "compressed_tensors"
     raise SwiftFP8Error(
-        f"swiftfp8 can't check this quantization ({section.get('quant_method')})",
-        where=str(directory / "config.json"),
+        f"swiftfp8 can't check this quantization ({method})", where=str(directory / "config.json")
     )

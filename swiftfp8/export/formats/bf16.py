@@ -11,7 +11,7 @@ from swiftfp8.export.checkpoint_io import CheckpointWriter
 from swiftfp8.export.layers import ModelLayers
 from swiftfp8.export.layout import Fault, FormatOptions, LayerError, Layout, WriteJob
 from swiftfp8.export.source import Source
-from swiftfp8.export.structure import check_files, check_tied
+from swiftfp8.export.structure import check_unquantized
 
 NAME = "bf16"
 
@@ -45,7 +45,4 @@ def reference(source: Source, layout: Layout) -> Iterator[tuple[str, Tensor]]:
 
 def verify(directory: Path, layers: ModelLayers) -> list[Fault]:
     """Files complete, and no FP8 left over."""
-    faults = check_files(directory)
-    if faults:
-        return faults
-    return check_tied(directory, layers)
+    return check_unquantized(directory, layers)

@@ -9,12 +9,13 @@ head is always listed, because an explicit list replaces the readers' defaults.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from swiftfp8.export.formats.fp8 import declared
 from swiftfp8.export.layers import Decision, ModelLayers
 from swiftfp8.export.layout import Fault, FormatOptions, LayerError, Layout, WriteJob
 from swiftfp8.export.quantize import BLOCK
@@ -26,7 +27,7 @@ from swiftfp8.export.scheme import (
     write_weights,
 )
 from swiftfp8.export.source import Source
-from swiftfp8.export.structure import check_fp8_block
+from swiftfp8.export.structure import check_quantized
 
 NAME = "fp8_block"
 SCHEME = Scheme(format=NAME, granularity="block", scale_suffix="_scale_inv", multiple=BLOCK)
@@ -49,7 +50,14 @@ def reference(source: Source, layout: Layout) -> Iterator[tuple[str, Tensor]]:
 
 def verify(directory: Path, layers: ModelLayers) -> list[Fault]:
     """All that headers, bytes and config.json must satisfy."""
-    return check_fp8_block(directory, layers)
+    section = layers.config.get("quantization_config")
+    if not isinstance(section, Mapping):
+        return [Fault(where="config.json", what="has no quantization_config")]
+    said = declared(directory, layers, section, SCHEME)
+    if list(section.get("weight_block_size") or ()) != list(BLOCK):
+        where = "config.json: quantization_config"
+        said.faults.append(Fault(where=where, what=f"weight_block_size is not {list(BLOCK)}"))
+    return check_quantized(directory, layers, said)
 
 
 def _section(source: Source, decisions: tuple[Decision, ...]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def test_a_single_key_offers_its_values() -> None:
         ("train", "tuner=", ["tuner=full", "tuner=lora"]),
         ("plan", "hardware=h2", ["hardware=h200"]),
         ("train", "hardware=h2", []),
-        ("export", "export.form", ["export.format=fp8_block", "export.format=bf16"]),
+        ("export", "export.format=fp8_", ["export.format=fp8_block"]),
         ("infer", "prom", ["prompt="]),
         ("train", "template=fo", ["template=folder/"]),
         ("train", "template=folder/", ["template=folder/x.jinja"]),

@@ -6,7 +6,7 @@ import pytest
 from export_kit import save_model
 
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.checkpoint_io import CheckpointReader
+from swiftfp8.export.checkpoint_io import CheckpointReader, TensorSpec
 from swiftfp8.export.layers import ModelLayers, decide, inspect_model
 
 
@@ -85,9 +85,29 @@ def test_routers_towers_and_experts() -> None:
     }
 
 
-def spec(name: str):
-    from swiftfp8.export.checkpoint_io import TensorSpec
+def test_gates_of_a_mixture_are_listed_and_its_experts_quantized(tmp_path: Path) -> None:
+    found = reasons(save_model(tmp_path, "qwen3_moe"))
+    assert {name for name, reason in found.items() if reason == "router"} == {
+        "model.layers.0.mlp.gate",
+        "model.layers.1.mlp.gate",
+    }
+    experts = {name: reason for name, reason in found.items() if ".experts." in name}
+    assert len(experts) == 2 * 4 * 3
+    assert set(experts.values()) == {"linear"}
 
+
+def test_experts_in_one_tensor_stay_bf16_and_are_named() -> None:
+    layers = ModelLayers(
+        config={}, linears={}, experts=("model.layers.0.mlp.experts",), keep_fp32=(), tied={}
+    )
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    stacked = TensorSpec(name=name, dtype="BF16", shape=(4, 256, 256))
+    (decision,) = decide(layers, {name: stacked}, multiple=(128, 128))
+    assert (decision.name, decision.quantize) == ("model.layers.0.mlp.experts", False)
+    assert "3D" in decision.reason
+
+
+def spec(name: str) -> TensorSpec:
     return TensorSpec(name=name, dtype="BF16", shape=(128, 256))
 
 
@@ -95,7 +115,7 @@ def test_a_quantized_base_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(
-        config.read_text().replace("{", '{"quantization_config": {"quant_method": "fp8"},', 1)
+        config.read_text().replace("{", '{"quantization_config": {"quant_method": "gptq"},', 1)
     )
     with pytest.raises(SwiftFP8Error, match="quantized already"):
         inspect_model(tmp_path)

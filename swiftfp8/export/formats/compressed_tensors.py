@@ -1,0 +1,138 @@
+"""compressed-tensors: one scale per output channel, activations scaled per token as they come.
+
+A quantized linear has `<name>.weight` [N, K] in e4m3 and `<name>.weight_scale` [N, 1] in float32.
+Dimensions need only be multiples of 16, so models that do not fit 128 x 128 blocks can be FP8 in
+whole. vLLM, SGLang and TensorRT-LLM read it, transformers with the package `compressed-tensors`.
+In a checkpoint of somebody else's, `ignore` and `targets` may hold regexes ("re:...").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from swiftfp8.export.layers import Decision, ModelLayers
+from swiftfp8.export.layout import Fault, FormatOptions, LayerError, Layout, WriteJob
+from swiftfp8.export.quantize import BLOCK
+from swiftfp8.export.scheme import (
+    Scheme,
+    describe_weights,
+    kept_names,
+    reference_weights,
+    write_weights,
+)
+from swiftfp8.export.source import Source
+from swiftfp8.export.structure import Declared, check_quantized, module_names
+
+NAME = "compressed_tensors"
+SCHEME = Scheme(format=NAME, granularity="channel", scale_suffix="_scale", multiple=(16, 16))
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_WHERE = "config.json: quantization_config"
+_GRANULARITIES: Mapping[str, Literal["block", "channel", "tensor"]] = {
+    "block": "block",
+    "channel": "channel",
+    "tensor": "tensor",
+}
+
+
+def describe(source: Source, options: FormatOptions) -> Layout:
+    """Quantize every linear whose dimensions are multiples of 16, with its fused siblings."""
+    return describe_weights(SCHEME, source, options, _section)
+
+
+def write(source: Source, layout: Layout, directory: Path, job: WriteJob) -> tuple[LayerError, ...]:
+    """Merge, quantize and write, a slab of rows at a time."""
+    return write_weights(SCHEME, source, layout, directory, job)
+
+
+def reference(source: Source, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """The merged tensors, those of quantized linears through FP8 and back (exact in BF16)."""
+    return reference_weights(SCHEME, source, layout)
+
+
+def verify(directory: Path, layers: ModelLayers) -> list[Fault]:
+    """All that headers, bytes and config.json must satisfy."""
+    section = layers.config.get("quantization_config")
+    if not isinstance(section, Mapping):
+        return [Fault(where="config.json", what="has no quantization_config")]
+    groups = list((section.get("config_groups") or {}).values())
+    if len(groups) != 1:
+        what = f"has {len(groups)} config_groups; swiftfp8 checks one that is FP8"
+        return [Fault(where=_WHERE, what=what)]
+    return check_quantized(directory, layers, _declared(directory, layers, section, groups[0]))
+
+
+def _declared(
+    directory: Path, layers: ModelLayers, section: Mapping[str, Any], group: Mapping[str, Any]
+) -> Declared:
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    faults = []
+    expected = {**_FLOAT8, "dynamic": False}
+    for key, value in expected.items():
+        if weights.get(key, value) != value:
+            faults.append(Fault(where=_WHERE, what=f"weights.{key} is {weights[key]!r}"))
+    if inputs is None:
+        what = "quantizes weights only: engines run it, with BF16 matmuls"
+        faults.append(Fault(where=_WHERE, what=what, severity="warning"))
+    if section.get("format") not in ("float-quantized", "naive-quantized"):
+        faults.append(Fault(where=_WHERE, what=f"format is {section.get('format')!r}"))
+    strategy = str(weights.get("strategy"))
+    granularity = _GRANULARITIES.get(strategy)
+    if granularity is None or (
+        granularity == "block" and list(weights.get("block_structure") or ()) != list(BLOCK)
+    ):
+        faults.append(Fault(where=_WHERE, what=f"the weights' strategy {strategy} is not known"))
+    known = module_names(directory, layers)
+    kept, unknown = _resolve(section.get("ignore") or (), known)
+    targeted, _ = _resolve(group.get("targets") or (), known)
+    all_linears = "Linear" in (group.get("targets") or ())
+    return Declared(
+        scheme=Scheme(
+            format=NAME,
+            granularity=granularity or "channel",
+            scale_suffix="_scale",
+            multiple=BLOCK if granularity == "block" else SCHEME.multiple,
+        ),
+        kept=frozenset(kept if all_linears else kept | (known - targeted)),
+        unknown=unknown,
+        where="config.json: quantization_config.ignore",
+        static_inputs=inputs is not None and inputs.get("dynamic") is False,
+        faults=faults,
+    )
+
+
+def _resolve(entries: Sequence[str], known: set[str]) -> tuple[set[str], list[str]]:
+    """Modules that the entries name, by full name or by regex; and names of no module."""
+    found: set[str] = set()
+    unknown = []
+    for entry in entries:
+        if entry.startswith("re:"):
+            found |= {name for name in known if re.match(entry[3:], name)}
+        elif entry in known:
+            found.add(entry)
+        else:
+            unknown.append(entry)
+    return found, unknown
+
+
+def _section(source: Source, decisions: tuple[Decision, ...]) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {**_FLOAT8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**_FLOAT8, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "kv_cache_scheme": None,
+            "ignore": kept_names(source, decisions),
+        }
+    }

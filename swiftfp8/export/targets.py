@@ -1,0 +1,127 @@
+"""Which engine loads which format, as data; and the format for a model and an engine.
+
+The table is what the engines do today, not what their manuals promise. Reasons are what the user
+is told where a format is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import util
+from math import prod
+
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.layers import decide
+from swiftfp8.export.layout import FormatOptions
+from swiftfp8.export.quantize import BLOCK
+from swiftfp8.export.source import Source
+
+NONSENSE = "reads its weights without their scales and talks nonsense, without a word"
+_DYNAMIC = "takes one scale per weight only with static activation scales"
+_BY_CHANNEL = "does not read compressed-tensors"
+
+# engine -> format -> why it can't load it; None where it can.
+ENGINES: Mapping[str, Mapping[str, str | None]] = {
+    "vllm": {
+        "fp8_block": None,
+        "compressed_tensors": None,
+        "fp8": None,
+        "modelopt": None,
+        "bf16": None,
+        "adapter": None,
+    },
+    "sglang": {
+        "fp8_block": None,
+        "compressed_tensors": None,
+        "fp8": None,
+        "modelopt": None,
+        "bf16": None,
+        "adapter": None,
+    },
+    "lmdeploy": {
+        "fp8_block": None,
+        "compressed_tensors": _BY_CHANNEL,
+        "fp8": _DYNAMIC,
+        "modelopt": "does not read ModelOpt's checkpoints",
+        "bf16": None,
+        "adapter": None,
+    },
+    "tensorrt_llm": {
+        "fp8_block": None,
+        "compressed_tensors": None,
+        "fp8": _DYNAMIC,
+        "modelopt": None,
+        "bf16": None,
+        "adapter": None,
+    },
+    "transformers": {
+        "fp8_block": None,
+        "compressed_tensors": None,
+        "fp8": NONSENSE,
+        "modelopt": NONSENSE,
+        "bf16": None,
+        "adapter": None,
+    },
+}
+_ENOUGH = 0.5  # share of the linear weights from which blocks are preferred: more engines load them
+
+
+def pick_format(source: Source, options: FormatOptions, target: str | None) -> tuple[str, str]:
+    """The format for a model, and why: blocks, or channels where most weights fit no block."""
+    blocks = _share(source, options, BLOCK)
+    if blocks >= _ENOUGH:
+        return "fp8_block", f"{blocks:.0%} of the linear weights fit 128x128 blocks"
+    channels = _share(source, options, (16, 16))
+    if channels <= blocks:
+        return "fp8_block", f"{blocks:.0%} of the linear weights can be FP8 in any format"
+    reason = f"{blocks:.0%} of the linear weights fit 128x128 blocks, {channels:.0%} fit channels"
+    if target and ENGINES[target]["compressed_tensors"]:
+        return "fp8_block", f"{reason}; {target} {ENGINES[target]['compressed_tensors']}"
+    return "compressed_tensors", reason
+
+
+def require_loadable(format_name: str, target: str | None) -> None:
+    """Raise where the engine that the user means can't load the format."""
+    reason = ENGINES[target].get(format_name) if target else None
+    if reason:
+        assert target
+        loads = [name for name, refusal in ENGINES[target].items() if refusal is None]
+        raise SwiftFP8Error(
+            f"{target} can't serve the format {format_name}: it {reason}",
+            where="export.target",
+            fix=f"leave export.format out, or choose one of: {', '.join(loads)}",
+        )
+
+
+def format_warnings(format_name: str) -> tuple[str, ...]:
+    """What a user of the format must know: who would load it as garbage, and who loads it."""
+    if ENGINES["transformers"].get(format_name) is None:
+        return ()
+    loads = [engine for engine, formats in ENGINES.items() if formats.get(format_name) is None]
+    return (f"transformers {NONSENSE}; this format is for {', '.join(loads)}",)
+
+
+def why_no_reload(format_name: str) -> str | None:
+    """Why plain transformers can't check an export of this format here; None where it can."""
+    refusal = ENGINES["transformers"].get(format_name)
+    if refusal:
+        return f"transformers {refusal}"
+    if format_name == "adapter":
+        return "an adapter is no model by itself"
+    if format_name == "compressed_tensors" and util.find_spec("compressed_tensors") is None:
+        return "transformers needs the package compressed-tensors for this format"
+    return None
+
+
+def _share(source: Source, options: FormatOptions, multiple: tuple[int, int]) -> float:
+    """Share of the linears' elements that may be FP8 where (N, K) must divide by `multiple`."""
+    decisions = decide(
+        source.layers,
+        source.tensors,
+        multiple=multiple,
+        exclude=options.exclude,
+        keep=options.keep,
+    )
+    possible = [d for d in decisions if d.reason not in ("output head", "router")]
+    total = sum(prod(d.shape) for d in possible)
+    return sum(prod(d.shape) for d in possible if d.quantize) / total if total else 0.0
