@@ -10,7 +10,6 @@ from train_kit import make_config, make_rows, train
 from swiftfp8.inject import inject_precision, measure_coverage
 from swiftfp8.precision import torch_native
 
-
 CONFIG = make_config(max_steps=30, learning_rate=1e-2)
 
 
