@@ -142,7 +142,7 @@ def test_the_yaml_of_a_configuration_gives_it_back(folder: Path) -> None:
 def test_a_finished_configuration_does_not_ask_for_its_files() -> None:
     config = config_from_mapping({"dataset": ["gone.jsonl"], "lora_rank": 4})
     assert apply_overrides(config, ["export.format=bf16"]).export.format == "bf16"
-    assert config.export.format == "fp8_block"
+    assert config.export.format == "auto"
     with pytest.raises(SwiftFP8Error, match="lora_rnk"):
         apply_overrides(config, ["lora_rnk=4"])
 
