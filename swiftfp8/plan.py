@@ -222,6 +222,7 @@ def _plan_layer(
         reason=reason,
         lora=lora,
         trainable=config.tuner == "full",
+        count=linear.count,
     )
 
 
@@ -231,6 +232,8 @@ def _why_high(
     """The first reason to keep this linear out of FP8, or None."""
     if linear.kind == "head":
         return "output head: rounding it moves every token's probability"
+    if linear.kind == "experts":
+        return "experts are one 3-D parameter, not a linear: no backend runs them in FP8 yet"
     if linear.kind == "router":
         return "router: rounding it sends tokens to other experts"
     for pattern, reason in meta.keep_high.items():

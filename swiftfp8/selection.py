@@ -12,6 +12,8 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.models.meta import LinearMeta, ModelMeta
 from swiftfp8.registry import suggest, unknown
 
+NO_LORA = {"router": "it is a router", "experts": "it is the 3-D parameter of all experts"}
+
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a shell glob on the full module name, or on a dotted suffix of it, fits `name`."""
@@ -33,12 +35,12 @@ def lora_targets(
             continue
         found = [m for m in meta.linears if m.name == wanted or m.name.endswith(f".{wanted}")]
         if not found:
-            known = {m.name.rpartition(".")[2] for m in meta.linears if m.kind != "router"}
+            known = {m.name.rpartition(".")[2] for m in meta.linears if m.kind not in NO_LORA}
             where = "target_modules"
             problems.append(unknown("target module", wanted, {*known, "all-linear"}, where=where))
         elif reason := _why_no_lora(found, meta):
             problems.append(SwiftFP8Error(f"'{wanted}' can't have LoRA: {reason}", fix="drop it"))
-        targets |= {m.name for m in found if m.kind != "router"}
+        targets |= {m.name for m in found if m.kind not in NO_LORA}
     if not target_modules:
         problems.append(
             SwiftFP8Error(
@@ -59,8 +61,9 @@ def _no_linear(meta: ModelMeta) -> SwiftFP8Error:
 
 
 def _why_no_lora(found: list[LinearMeta], meta: ModelMeta) -> str | None:
-    if all(linear.kind == "router" for linear in found):
-        return "it is a router"
+    kinds = {linear.kind for linear in found}
+    if kinds <= set(NO_LORA):
+        return NO_LORA[kinds.pop()]
     if meta.tied_head and any(linear.kind == "head" for linear in found):
         return "its weight is the embedding's too"
     return None

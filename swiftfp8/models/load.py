@@ -42,7 +42,7 @@ def load_meta(source: ModelSource, config: Config) -> ModelMeta:
     hf_config = read_hf_config(source.path, config.trust_remote_code)
     model = _build_meta(hf_config, source.path, config.trust_remote_code)
     text = hf_config.get_text_config()
-    linears = _linears(model)
+    linears = (*_linears(model), *_experts(model, text))
     if not any(linear.kind == "linear" for linear in linears):
         log.warning(
             "%s has no nn.Linear outside its head: nothing to run in FP8", type(model).__name__
@@ -199,6 +199,24 @@ def _linears(model: PreTrainedModel) -> tuple[LinearMeta, ...]:
         )
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
+    )
+
+
+def _experts(model: PreTrainedModel, text: Any) -> tuple[LinearMeta, ...]:
+    """Experts, held as one 3-D parameter [experts, out, in] for each projection of a layer."""
+    active = _first(text, "num_experts_per_tok", "moe_topk", "top_k")
+    return tuple(
+        LinearMeta(
+            name=name,
+            in_features=parameter.shape[2],
+            out_features=parameter.shape[1],
+            bias=False,
+            kind="experts",
+            layer=int(found[1]) if (found := _LAYER.search(name)) else None,
+            count=min(int(active or parameter.shape[0]), parameter.shape[0]),
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and "expert" in name
     )
 
 

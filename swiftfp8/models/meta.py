@@ -11,7 +11,8 @@ class LinearMeta:
     """One matmul with a weight. `name` is the module path; `layer` its decoder layer, if any.
 
     `kind`: "linear", "head" (the output projection), "router" (a gate, or any subclass of
-    nn.Linear).
+    nn.Linear), or "experts" (a 3-D parameter [experts, out, in], of which `count` experts take part
+    in a token).
     """
 
     name: str
@@ -20,6 +21,7 @@ class LinearMeta:
     bias: bool
     kind: str
     layer: int | None
+    count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Qwen2Config,
+    Qwen3MoeConfig,
 )
 
 from swiftfp8.config.schema import Config
@@ -51,6 +52,20 @@ def test_meta_agrees_with_the_loaded_model(tmp_path: Path, architecture: str, ti
     assert [linear.name for linear in meta.linears if linear.kind == "head"] == ["lm_head"]
     assert {linear.layer for linear in meta.linears if linear.kind == "linear"} == {0, 1}
     assert "hello" in load_tokenizer(source).get_vocab()
+
+
+def test_experts_are_listed_with_those_that_a_token_uses(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    hf_config = Qwen3MoeConfig(**shape, **heads, **experts, decoder_sparse_step=1)
+    AutoModelForCausalLM.from_config(hf_config).save_pretrained(tmp_path)
+    source, config = resolved(tmp_path)
+    found = {m.name: m for m in load_meta(source, config).linears if m.kind == "experts"}
+    prefix = "model.layers.0.mlp.experts"
+    assert set(found) == {f"{prefix}.gate_up_proj", f"{prefix}.down_proj"}
+    up = found[f"{prefix}.gate_up_proj"]
+    assert (up.in_features, up.out_features, up.count, up.layer) == (32, 32, 2, 0)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -398,6 +398,31 @@ def test_a_model_without_linears_has_nothing_to_adapt() -> None:
     assert plan_for("h200", head_only, tuner="full").lora is None
 
 
+def test_experts_stay_high_count_in_coverage_and_take_no_lora() -> None:
+    meta = qwen_half_b()
+    experts = LinearMeta(
+        name="model.layers.0.mlp.experts.down_proj",
+        in_features=4864,
+        out_features=896,
+        bias=False,
+        kind="experts",
+        layer=0,
+        count=8,
+    )
+    dense = plan_for("h200", meta)
+    plan = plan_for("h200", replace(meta, linears=(*meta.linears, experts)))
+    found = layer(plan, experts.name)
+    assert found.precision == "bf16" and "experts" in found.reason and not found.lora
+    assert found.flops == 8 * 4864 * 896
+    assert plan.decoder_coverage < dense.decoder_coverage == 1.0
+    with pytest.raises(SwiftFP8Error, match="3-D parameter of all experts"):
+        plan_for(
+            "h200",
+            replace(meta, linears=(*meta.linears, replace(experts, name="m.experts.up"))),
+            target_modules=["experts.up"],
+        )
+
+
 def test_full_tuning_trains_every_weight_and_has_no_adapters() -> None:
     plan = plan_for("h200", tuner="full")
     assert plan.lora is None
