@@ -86,6 +86,13 @@ def check_checkpoint(path: Path) -> None:
             )
 
 
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files that hold the weights of the model directory `path`."""
+    index = path / INDEX
+    names = _indexed_tensors(index) if index.is_file() else [SINGLE]
+    return [path / name for name in sorted(names)]
+
+
 def check_safetensors(path: Path) -> set[str]:
     """The tensor names in a safetensors file, once its header and its size are sound."""
     if not path.is_file():

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers.utils import logging
 
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.models.identity import digest_model
 from swiftfp8.plan import Plan
 from swiftfp8.train.checkpoint import read_manifest
 
@@ -59,11 +60,13 @@ def is_peft(model: Any) -> bool:
 
 
 def fingerprint(plan: Plan, model: Any) -> dict[str, Any]:
-    """What must be equal for a checkpoint to be resumed: the model's shape and what is trained."""
+    """What must be equal for a checkpoint to be resumed: the base model and what is trained."""
     config = model.config.get_text_config() if hasattr(model, "config") else None
     lora = plan.lora
+    base = getattr(getattr(model, "config", None), "name_or_path", "")
     return {
         "model": plan.model_name,
+        "base": digest_model(Path(base)) if base else None,
         "hidden_size": getattr(config, "hidden_size", None),
         "layers": getattr(config, "num_hidden_layers", None),
         "vocab_size": getattr(config, "vocab_size", None),
@@ -77,7 +80,9 @@ def fingerprint(plan: Plan, model: Any) -> dict[str, Any]:
 
 
 def check_fingerprint(checkpoint: Path, now: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another model, tuner or adapter shape.
+    """Refuse a checkpoint of another base model, tuner or adapter shape.
+
+    Checkpoints of old say nothing of the base's files: those fit by name and shape.
 
     Raises:
         SwiftFP8Error: naming every value that differs, then and now.
@@ -86,7 +91,9 @@ def check_fingerprint(checkpoint: Path, now: Mapping[str, Any]) -> None:
     different = []
     for key, value in now.items():
         old = then.get(key)
-        if old != value:
+        if key == "base":
+            different += _changed_files(old, value)
+        elif old != value:
             different.append(f"{key} is {_shown(value, old)}, was {_shown(old, value)}")
     if different:
         raise SwiftFP8Error(
@@ -95,6 +102,15 @@ def check_fingerprint(checkpoint: Path, now: Mapping[str, Any]) -> None:
             fix="resume with the options that the run began with (resolved.yaml beside the "
             "checkpoint), or start a new run without resume_from_checkpoint",
         )
+
+
+def _changed_files(then: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
+    """That the base model is another one, with the files that show it; nothing where unknown."""
+    if not then or not now or then == now:
+        return []
+    names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return [f"the base model is another one: {', '.join(names[:2])}{more} changed"]
 
 
 @contextmanager
