@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.models.turns import turn_ends
 
 _HELP = "type a message; /reset forgets the conversation, /exit or Ctrl-D ends"
 _EXIT = frozenset({"/exit", "/quit"})
@@ -229,8 +230,10 @@ def _generation_options(model: Any, tokenizer: Any, sampling: Sampling) -> dict[
         options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     ends = model.generation_config.eos_token_id
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    ends = [*ends, *turn_ends(tokenizer)]
     if tokenizer.eos_token_id is not None:
-        ends = sorted({*ends, tokenizer.eos_token_id})
+        ends.append(tokenizer.eos_token_id)
+    ends = sorted(set(ends))
     pad = tokenizer.pad_token_id
     options["pad_token_id"] = pad if pad is not None else (ends[0] if ends else None)
     return options | ({"eos_token_id": ends} if ends else {})

@@ -38,6 +38,7 @@ from swiftfp8.export.layout import (
 from swiftfp8.export.report import ExportReport, write_report
 from swiftfp8.export.source import Source, open_source
 from swiftfp8.export.staging import check_target, staged
+from swiftfp8.export.stops import add_turn_ends
 from swiftfp8.export.structure import TOKENIZER
 from swiftfp8.export.targets import (
     format_warnings,
@@ -124,6 +125,8 @@ def export_checkpoint(
         if layout.config is not None:
             write_config(source.layers.config, layout.config, partial)
         copy_companions(model_dir, adapter_dir, partial, model=layout.config is not None)
+        if layout.config is not None:
+            add_turn_ends(partial, trust_remote_code=context.trust_remote_code)
         faults = verify_directory(
             partial, layout.format, trust_remote_code=context.trust_remote_code
         )

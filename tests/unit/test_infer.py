@@ -59,6 +59,22 @@ def test_greedy_answers_repeat_and_stream_in_pieces(model_dir: Path) -> None:
     assert len(pieces) > 2
 
 
+def test_an_answer_ends_where_the_chat_template_ends_a_turn(model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model, tokenizer = load_for_chat(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    messages = [{"role": "user", "content": "w5 w6"}]
+    said = "".join(stream_answer(model, tokenizer, messages, SHORT)).split()
+    assert len(said) == SHORT.max_new_tokens
+    end = next(word for word in said if word not in said[:1])  # not the first: something is said
+    tokenizer.add_special_tokens({"additional_special_tokens": [end]})
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% endfor %}", "{% if m['role'] == 'assistant' %}" + end + " {% endif %}{% endfor %}"
+    )
+    stopped = "".join(stream_answer(model, tokenizer, messages, SHORT)).split()
+    assert stopped == said[: said.index(end)]
+
+
 def test_leaving_early_stops_the_generation(model_dir: Path) -> None:
     from transformers import AutoTokenizer
 
