@@ -136,7 +136,8 @@ def infer(tokens: Tokens = None) -> None:
     """Chat: run=<run directory>, or model=<directory, an export's too>
 
     Keys: adapter= checkpoint= prompt= system= max_new_tokens= temperature= top_p= seed=. Without
-    prompt= the chat is interactive.
+    prompt= the chat is interactive. enable_thinking=false asks a template that knows it for
+    answers without reasoning.
     """
     from swiftfp8.requests import InferRequest
 

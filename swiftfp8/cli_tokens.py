@@ -79,6 +79,10 @@ def print_notes(members: Sequence[Composed]) -> None:
 
 def _typed(kind: Any, text: str, token: str) -> Any:
     where = f"command line, {token}"
+    if kind == bool | None:
+        if text.lower() == "null":
+            return None
+        kind = bool
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise SwiftFP8Error(f"must be true or false, not '{text}'", where=where)

@@ -23,12 +23,16 @@ _EXIT = frozenset({"/exit", "/quit"})
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How an answer is drawn. Temperature 0 takes the likeliest token each time."""
+    """How an answer is asked for and drawn. Temperature 0 takes the likeliest token each time.
+
+    `enable_thinking` goes to the chat template; None leaves it to the template's default.
+    """
 
     max_new_tokens: int = 512
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 42
+    enable_thinking: bool | None = None
 
 
 def chat(
@@ -122,8 +126,13 @@ def stream_answer(
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
+    thinking = sampling.enable_thinking
     inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        messages,
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+        **({} if thinking is None else {"enable_thinking": thinking}),
     ).to(model.device)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     stop = threading.Event()

@@ -141,6 +141,7 @@ def infer(request: InferRequest) -> None:
             temperature=request.temperature,
             top_p=request.top_p,
             seed=request.seed,
+            enable_thinking=request.enable_thinking,
         ),
         trust_remote_code=request.trust_remote_code,
     )

@@ -21,6 +21,7 @@ class InferRequest:
     """Chat with a run, or with a model and an optional adapter.
 
     Without `prompt` the chat is interactive. `temperature` 0 takes the likeliest token.
+    `enable_thinking` goes to the chat template, None leaves its default.
     """
 
     run: str | None = None
@@ -33,4 +34,5 @@ class InferRequest:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 42
+    enable_thinking: bool | None = None
     trust_remote_code: bool = False

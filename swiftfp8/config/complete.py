@@ -33,6 +33,7 @@ _INFER_KEYS = {
     "temperature": "0 takes the likeliest token.",
     "top_p": "Share of the likeliest tokens to draw from.",
     "seed": "Seed of the draw.",
+    "enable_thinking": "Reasoning on or off, for templates that know it; null is their default.",
     "trust_remote_code": "Run model code that comes with the checkpoint.",
 }
 
@@ -82,6 +83,8 @@ def _choices(command: str, key: str) -> Sequence[str]:
         return [*yaml_names(recipes_dir()), *(f"{name}.yaml" for name in yaml_names(Path.cwd()))]
     if key == "hardware" and command == "plan":
         return _HARDWARE
+    if key == "enable_thinking" and command == "infer":
+        return ("true", "false", "null")
     if key == "checkpoint":
         return ("best", "last")
     if key == "model_type":

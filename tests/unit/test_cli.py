@@ -99,6 +99,14 @@ def test_infer_takes_text_as_typed(calls: list[tuple[Any, ...]]) -> None:
     assert calls == [("infer", request)]
 
 
+@pytest.mark.parametrize(("typed", "value"), [("true", True), ("False", False), ("null", None)])
+def test_thinking_is_on_off_or_the_templates_choice(
+    calls: list[tuple[Any, ...]], typed: str, value: bool | None
+) -> None:
+    assert call("infer", "run=r", f"enable_thinking={typed}").exit_code == 0
+    assert calls == [("infer", InferRequest(run="r", enable_thinking=value))]
+
+
 def test_doctors_answer_is_the_exit_code(calls: list[tuple[Any, ...]]) -> None:
     assert call("doctor").exit_code == 3
 

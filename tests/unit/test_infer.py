@@ -75,6 +75,28 @@ def test_an_answer_ends_where_the_chat_template_ends_a_turn(model_dir: Path) -> 
     assert stopped == said[: said.index(end)]
 
 
+def test_thinking_is_left_to_the_template_unless_told(model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model, tokenizer = load_for_chat(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.chat_template += (
+        "{% if enable_thinking is defined %}{{ 'w7' if enable_thinking else 'w8' }}{% endif %}"
+    )
+    asked: list[list[int]] = []
+    generate = model.generate
+
+    def record(**options: torch.Tensor) -> torch.Tensor:
+        asked.append(options["input_ids"][0].tolist())
+        return generate(**options)
+
+    model.generate = record
+    for thinking in (None, True, False):
+        sampling = Sampling(max_new_tokens=1, enable_thinking=thinking)
+        list(stream_answer(model, tokenizer, [{"role": "user", "content": "w5"}], sampling))
+    plain = asked[0]
+    assert asked[1:] == [[*plain, 7], [*plain, 8]]
+
+
 def test_leaving_early_stops_the_generation(model_dir: Path) -> None:
     from transformers import AutoTokenizer
 
