@@ -59,7 +59,9 @@ class DelayedScales:
             self.backward_seeded = True
 
     def state(self, te_linear: Any) -> dict[str, torch.Tensor]:
-        """Scales and histories as plain tensors on the CPU."""
+        """Scales and histories as plain tensors on the CPU; restored ones count at once."""
+        if self.pending:
+            return dict(self.pending)
         tensors: dict[str, torch.Tensor] = {}
         for direction, seeded in (("fwd", self.forward_seeded), ("bwd", self.backward_seeded)):
             if seeded:

@@ -172,7 +172,12 @@ class FP8Trainer(transformers.Trainer):
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         devices = [torch.cuda.current_device()] if self.args.device.type == "cuda" else []
         model.eval()
-        with session.meter.paused(), torch.random.fork_rng(devices), torch.no_grad():
+        with (
+            session.meter.paused(),
+            torch.random.fork_rng(devices),
+            _scaling_kept(self.model),
+            torch.no_grad(),
+        ):
             for inputs in self.get_eval_dataloader(eval_dataset):
                 if session.stop.requested:
                     self.control.should_save = self.control.should_training_stop = True
@@ -299,6 +304,17 @@ def data_shape(rows: int, config: Config) -> dict[str, Any]:
         "shuffle": config.data.shuffle,
         "packing": config.packing,
     }
+
+
+@contextlib.contextmanager
+def _scaling_kept(model: Any) -> Iterator[None]:
+    """Keep what is evaluated out of delayed scaling: Transformer Engine records it like training."""
+    scaling = inject.scaling_state(model)
+    try:
+        yield
+    finally:
+        if scaling:
+            inject.load_scaling_state(model, scaling)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from swiftfp8.config.schema import DataConfig, GuardConfig, OptimConfig
 from swiftfp8.errors import RunFailed, SwiftFP8Error
-from swiftfp8.inject import precision_linears
+from swiftfp8.inject import precision_linears, scaling_state
+from swiftfp8.plan import RecipeOptions
+from swiftfp8.precision import emulated
 from swiftfp8.train.loop import _total_norm
 from swiftfp8.train.metrics import read_log
 from swiftfp8.train.trainer import run_training
@@ -96,6 +98,29 @@ def test_evaluation_is_the_mean_over_tokens(tmp_path):
         ).item()
         count += int(chosen.sum())
     assert result.eval_loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_evaluation_leaves_delayed_scaling_as_training_left_it(tmp_path, monkeypatch):
+    record = emulated._AmaxHistory.amax
+
+    def record_always(self, x, **_):  # as Transformer Engine does, in evaluation too
+        return record(self, x, record=True)
+
+    monkeypatch.setattr(emulated._AmaxHistory, "amax", record_always)
+    rows = make_rows(8, 4)
+    recipe = RecipeOptions(recipe="fp8_delayed", amax_history_len=4)
+    left = []
+    for eval_steps in (0, 1):
+        model, plan = make_model(fp8=True, recipe=recipe)
+        for _, module in precision_linears(model):
+            module.recipe = module.x_history.recipe = module.dy_history.recipe = recipe
+        config = make_config(max_steps=3, train={"eval_steps": eval_steps, "save_steps": 0})
+        folder = tmp_path / str(eval_steps)
+        train(folder, config, rows=rows, model=(model, plan))
+        left.append((losses(folder), scaling_state(model)))
+    assert left[0][0] == left[1][0]
+    assert left[0][1] and left[0][1].keys() == left[1][1].keys()
+    assert all(torch.equal(state, left[1][1][name]) for name, state in left[0][1].items())
 
 
 def test_clipping_changes_the_step_but_not_the_logged_norm(tmp_path):
