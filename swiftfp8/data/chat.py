@@ -11,8 +11,8 @@ text is trained whole.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from swiftfp8.data.files import BadPlace, shorten
 from swiftfp8.data.formats import BadRow, Content, Message
 from swiftfp8.data.lengths import MASKED, Fitted, Pair, fit_rows
 from swiftfp8.data.spans import Span, SpanFinder
+from swiftfp8.data.templates import ChatTemplate
 from swiftfp8.errors import SwiftFP8Error
 
 _BATCH = 512
@@ -31,10 +32,11 @@ _CHECKED = 64  # rows whose labels are decoded and compared; characters are comp
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A converted row: turns or plain text, and where it came from."""
+    """A converted row: turns or plain text, where it came from, and the tools offered."""
 
     content: Content
     where: str
+    tools: list[Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,35 +68,68 @@ def tokenize_rows(
             assistant's words.
     """
     encoder = _Encoder(tokenizer, settings)
-    for start in range(0, len(examples), _BATCH):
-        yield encoder.encode(examples[start : start + _BATCH])
+    waiting: tuple[_Rendered, Future[Any]] | None = None
+    with ThreadPoolExecutor(1) as worker:  # templates are rendered while the batch before encodes
+        for start in range(0, len(examples), _BATCH):
+            rendered = encoder.render(examples[start : start + _BATCH])
+            now = rendered, worker.submit(encoder.tokenize, rendered)
+            if waiting is not None:
+                yield encoder.finish(waiting[0], waiting[1].result())
+            waiting = now
+        if waiting is not None:
+            yield encoder.finish(waiting[0], waiting[1].result())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rendered:
+    """A batch as texts: plain ones, and conversations with their spans."""
+
+    examples: int
+    texts: list[str]
+    chats: list[tuple[str, list[Span], str]]  # text, assistant's spans, place
+    bad: list[BadPlace]
 
 
 class _Encoder:
     def __init__(self, tokenizer: Any, settings: TokenizeSettings) -> None:
         self.tokenizer = tokenizer
         self.settings = settings
-        self.special = {
-            index for index, token in tokenizer.added_tokens_decoder.items() if token.special
-        } | set(tokenizer.all_special_ids)
-        self.finder = SpanFinder(self._render)
-        self.marks_itself: bool | None = None
+        added = {index: str(t) for index, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self.special = set(added) | set(tokenizer.all_special_ids)
+        self.special_texts = {*added.values(), *tokenizer.all_special_tokens}
+        self._template: ChatTemplate | None = None
+        self._finder: SpanFinder | None = None
         self.seen = 0
 
-    def encode(self, examples: Sequence[Example]) -> Tokenized:
+    def render(self, examples: Sequence[Example]) -> _Rendered:
+        """Texts of a batch; rows that the template refuses are among the bad."""
+        texts: list[str] = []
+        chats: list[tuple[str, list[Span], str]] = []
         bad: list[BadPlace] = []
-        texts = [example for example in examples if isinstance(example.content, str)]
-        chats = [example for example in examples if not isinstance(example.content, str)]
-        pairs = [*self._encode_texts(texts), *self._encode_chats(chats, bad)]
-        fitted = fit_rows(pairs, self.settings.max_length, self.settings.truncation)
-        return Tokenized(examples=len(examples), fitted=fitted, bad=tuple(bad))
+        for example in examples:
+            if isinstance(example.content, str):
+                texts.append(example.content)
+                continue
+            try:
+                rendered, spans = self._spans(self._with_system(example.content), example.tools)
+            except (BadRow, TemplateError) as error:
+                bad.append(BadPlace(where=example.where, reason=_reason(error)))
+                continue
+            chats.append((rendered, spans, example.where))
+        return _Rendered(examples=len(examples), texts=texts, chats=chats, bad=bad)
 
-    def _encode_texts(self, examples: list[Example]) -> Iterator[Pair]:
-        if not examples:
-            return
-        encoded = self._tokenize([str(example.content) for example in examples], plain=True)
-        for ids in encoded["input_ids"]:
-            yield self._whole(ids)
+    def tokenize(self, batch: _Rendered) -> tuple[list[Any], list[Any]]:
+        """Ids of plain texts, and encodings of conversations. Runs beside `render`."""
+        plain = self._encode(batch.texts, plain=True) if batch.texts else []
+        return plain, self._encode([chat[0] for chat in batch.chats]) if batch.chats else []
+
+    def finish(self, batch: _Rendered, encoded: tuple[list[Any], list[Any]]) -> Tokenized:
+        """Masks, and rows of the right length."""
+        pairs = [self._whole(ids) for ids in encoded[0]]
+        for (text, spans, where), chars in zip(batch.chats, encoded[1], strict=True):
+            pairs.append(self._mask(_View(ids=chars.ids, chars=chars, text=text), spans, where))
+        fitted = fit_rows(pairs, self.settings.max_length, self.settings.truncation)
+        return Tokenized(examples=batch.examples, fitted=fitted, bad=tuple(batch.bad))
 
     def _whole(self, ids: list[int]) -> Pair:
         eos = self.tokenizer.eos_token_id
@@ -102,32 +137,16 @@ class _Encoder:
         row = np.asarray(closed, dtype=np.int32)
         return row, row.copy()
 
-    def _encode_chats(self, examples: list[Example], bad: list[BadPlace]) -> Iterator[Pair]:
-        if not examples:
-            return
-        if self.marks_itself is None:
-            self.marks_itself = _has_generation(_template(self.tokenizer))
-        found: list[tuple[Example, str, list[Span]]] = []
-        for example in examples:
-            try:
-                messages = self._with_system(example.content)
-                rendered, spans = self._spans(messages)
-            except (BadRow, TemplateError) as error:
-                bad.append(BadPlace(where=example.where, reason=_reason(error)))
-                continue
-            found.append((example, rendered, spans))
-        if not found:
-            return
-        encoded = self._tokenize([rendered for _, rendered, _ in found], plain=False)
-        for k, (example, rendered, spans) in enumerate(found):
-            view = _View(ids=encoded["input_ids"][k], chars=encoded.encodings[k], text=rendered)
-            yield self._mask(view, spans, example.where)
-
-    def _spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        if self.marks_itself:
-            return _marked_spans(self.tokenizer, messages)
-        rendered = self._render(messages)
-        return rendered, self.finder.find(messages, rendered)
+    def _spans(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
+        if self._template is None:
+            self._template = ChatTemplate(self.tokenizer)
+            self._finder = SpanFinder(self._template.render, sorted(self.special_texts))
+        assert self._finder is not None
+        if self._template.marks_answers:
+            rendered, spans = self._template.render_marked(messages, tools)
+            return rendered, [(a, b) for a, b in spans if rendered[a:b].strip()]
+        rendered = self._template.render(messages, tools)
+        return rendered, self._finder.find(messages, rendered, tools)
 
     def _mask(self, view: _View, spans: list[Span], where: str) -> Pair:
         """Ids up to the end of the last turn (templates may go on), and their labels."""
@@ -137,9 +156,7 @@ class _Encoder:
         for span in spans:
             first, last = view.token_range(span)
             self._check(view, span, first, last, where)
-            closed = self.special.intersection(
-                view.ids[first:last]
-            )  # `{% generation %}` may hold it
+            closed = view.ids[last - 1] in self.special  # `{% generation %}` may hold the end
             stop = last if closed else self._end_of_turn(view, span[1], last)
             labels[first:stop] = row[first:stop]
         if self.settings.whole:
@@ -185,52 +202,24 @@ class _Encoder:
             return content
         return [{"role": "system", "content": self.settings.system}, *content]
 
-    def _render(self, messages: list[Message]) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False)
+    def _encode(self, texts: list[str], *, plain: bool = False) -> list[Any]:
+        """Ids of plain texts, with the tokenizer's own first token; of others, encodings.
 
-    def _tokenize(self, texts: list[str], *, plain: bool) -> Any:
-        """Plain text gets the tokenizer's own first token; a template writes it itself."""
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=plain,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        if not plain and encoded.encodings is None:
+        The tokenizer's core is called itself: what transformers puts around it costs as much.
+        """
+        core = getattr(self.tokenizer, "backend_tokenizer", None)
+        if core is None and not plain:
             raise SwiftFP8Error(
                 f"{type(self.tokenizer).__name__} does not say which characters a token covers",
                 where="tokenizer",
                 fix="use the model's fast tokenizer (a tokenizer.json in its folder)",
             )
-        return encoded
-
-
-def _template(tokenizer: Any) -> str:
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError as error:
-        raise SwiftFP8Error(
-            "the tokenizer has no chat template, and the rows are conversations",
-            where="template",
-            fix="set template=FILE.jinja, use an instruction-tuned model, or train on plain text",
-        ) from error
-
-
-def _has_generation(template: str) -> bool:
-    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-
-
-def _marked_spans(tokenizer: Any, messages: list[Message]) -> tuple[str, list[Span]]:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    rendered, spans = render_jinja_template(
-        conversations=[messages],
-        chat_template=tokenizer.get_chat_template(),
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
-    return rendered[0], [(start, end) for start, end in spans[0] if rendered[0][start:end].strip()]
+        if core is None:
+            return self.tokenizer(texts, verbose=False)["input_ids"]
+        core.no_truncation()
+        core.no_padding()
+        encodings = core.encode_batch(texts, add_special_tokens=plain)
+        return [encoding.ids for encoding in encodings] if plain else encodings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from swiftfp8.data.chat import Example, TokenizeSettings, tokenize_rows
 from swiftfp8.data.files import BadPlace
-from swiftfp8.data.formats import BadRow, choose_format, rename
+from swiftfp8.data.formats import BadRow, choose_format, read_tools, rename
 from swiftfp8.data.lengths import MASKED, Pair
 from swiftfp8.data.packing import PackCollator, PackedRows, pack_rows
 from swiftfp8.data.progress import tokenizing
@@ -194,11 +194,14 @@ def _convert_rows(
         reason = "named by the data set's file"
     for index, row in enumerate(rows.rows):
         try:
-            content = form.convert(rename(row, columns))
+            row = rename(row, columns)
+            example = Example(
+                content=form.convert(row), where=rows.place(index), tools=read_tools(row)
+            )
         except BadRow as error:
             bad.append(BadPlace(where=rows.place(index), reason=str(error)))
         else:
-            examples.append(Example(content=content, where=rows.place(index)))
+            examples.append(example)
     return SourceReport(
         entry=rows.entry, where=rows.where, rows=len(rows.rows), format=form.name, reason=reason
     )

@@ -16,7 +16,7 @@ from swiftfp8.data.files import shorten
 from swiftfp8.errors import SwiftFP8Error
 
 Row = Mapping[str, Any]
-Message = dict[str, str]
+Message = dict[str, Any]  # role and content; an answer may have reasoning_content and tool_calls
 Content = list[Message] | str
 
 
@@ -59,6 +59,21 @@ def rename(row: Row, columns: Mapping[str, str]) -> Row:
     return kept | {new: row[old] for old, new in columns.items() if old in row}
 
 
+def read_tools(row: Row) -> list[Any] | None:
+    """The functions that a row's column `tools` offers, a list or its JSON; None where it is empty.
+
+    Raises BadRow where it is no list of objects.
+    """
+    value = row.get("tools")
+    if isinstance(value, str) and value.strip():
+        value = _parsed(value, "tools")
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise BadRow(f"'tools' is not a list of functions: {shorten(repr(value), 40)}")
+    return [_without_none(tool) for tool in value]
+
+
 def _detect_messages(row: Row) -> str | None:
     for column in ("messages", "conversations", "conversation"):
         turns = _decoded(row.get(column))
@@ -72,11 +87,43 @@ def _convert_messages(row: Row) -> Content:
     if column is None:
         raise BadRow("no 'messages'")
     turns = _turns(row, column)
-    messages = [
-        {"role": _role(turn.get("role"), _ROLES), "content": _content(turn.get("content"), k)}
-        for k, turn in enumerate(turns, start=1)
-    ]
+    messages = [_message(turn, k) for k, turn in enumerate(turns, start=1)]
     return _checked(_with_system(row, messages))
+
+
+def _message(turn: Mapping[str, Any], k: int) -> Message:
+    """A turn with what templates know of it; columns of tables leave fields empty, not out."""
+    role = _role(turn.get("role"), _ROLES)
+    calls = _calls(turn.get("tool_calls"), k)
+    message: Message = {"role": role, "content": _content(turn.get("content"), k, empty=calls)}
+    reasoning = turn.get("reasoning_content")
+    if reasoning and role == "assistant":
+        message["reasoning_content"] = _string(reasoning, f"reasoning_content of turn {k}")
+    if calls:
+        message["tool_calls"] = calls
+    for name in ("name", "tool_call_id"):
+        if role == "tool" and turn.get(name) is not None:
+            message[name] = _string(turn[name], f"{name} of turn {k}")
+    return message
+
+
+def _calls(value: Any, turn: int) -> list[Any]:
+    """Tool calls as templates expect them: arguments as an object, not as its JSON."""
+    calls = _decoded(value) or []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise BadRow(f"tool_calls of turn {turn} are not a list of calls")
+    made = []
+    for call in map(_without_none, calls):
+        called = call.get("function", call)
+        if not isinstance(called, Mapping) or not isinstance(called.get("name"), str):
+            raise BadRow(f"a tool call of turn {turn} names no function")
+        arguments = called.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments, f"the arguments of a tool call of turn {turn}")
+        called = {**called, "arguments": arguments or {}}
+        made.append({"type": "function", **call, "function": called} if "function" in call
+                    else {"type": "function", "function": called})  # fmt: skip
+    return made
 
 
 def _detect_sharegpt(row: Row) -> str | None:
@@ -89,11 +136,17 @@ def _detect_sharegpt(row: Row) -> str | None:
 def _convert_sharegpt(row: Row) -> Content:
     column = "conversations" if "conversations" in row else "conversation"
     turns = _turns(row, column)
-    messages = [
-        {"role": _role(turn.get("from"), _SHAREGPT), "content": _content(turn.get("value"), k)}
-        for k, turn in enumerate(turns, start=1)
-    ]
+    messages = [_said(turn, k) for k, turn in enumerate(turns, start=1)]
     return _checked(_with_system(row, messages))
+
+
+def _said(turn: Mapping[str, Any], k: int) -> Message:
+    content = _content(turn.get("value"), k)
+    if turn.get("from") != "function_call":
+        return {"role": _role(turn.get("from"), _SHAREGPT), "content": content}
+    calls = _parsed(content, f"the function call of turn {k}")
+    calls = _calls(calls if isinstance(calls, list) else [calls], k)
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _detect_alpaca(row: Row) -> str | None:
@@ -210,8 +263,10 @@ def _role(role: Any, known: Mapping[str, str]) -> str:
     return known[role]
 
 
-def _content(content: Any, turn: int) -> str:
-    """Text, or a list of parts that are all text."""
+def _content(content: Any, turn: int, *, empty: Any = False) -> str:
+    """Text, or a list of parts that are all text; nothing where it may be `empty`."""
+    if content is None and empty:
+        return ""
     if isinstance(content, list):
         parts = [p.get("text") if isinstance(p, Mapping) else p for p in content]
         if not all(isinstance(part, str) for part in parts):
@@ -228,6 +283,20 @@ def _string(value: Any, name: str) -> str:
     if _HALF.search(value):
         raise BadRow(f"{name} holds half a character (a lone surrogate), which is not Unicode text")
     return value
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadRow(f"{name}: not JSON, near `{shorten(text, 40)}`") from error
+
+
+def _without_none(value: Any) -> Any:
+    """Tables give every row the fields of all rows."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _with_system(row: Row, messages: list[Message]) -> list[Message]:
@@ -249,7 +318,7 @@ def _checked(messages: list[Message]) -> list[Message]:
             raise BadRow(f"the first turn is the {role}'s, not the user's")
         if role == before and role != "tool":
             raise BadRow(f"two {role} turns in a row")
-        if role == "assistant" and not message["content"].strip():
+        if role == "assistant" and not (message["content"].strip() or "tool_calls" in message):
             raise BadRow("no answer: an assistant turn is empty")
         before = role
     if before != "assistant":
