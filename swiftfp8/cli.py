@@ -105,16 +105,21 @@ def plan(tokens: Tokens = None) -> None:
 
 @app.command()
 @guarded
-def export(tokens: Tokens = None) -> None:
+def export(tokens: Tokens = None) -> int:
     """Write a checkpoint for inference: run=<run directory>
 
     Or of a model and an adapter: model=<dir> [adapter=<dir>] export_dir=<new directory>. Of a run
     the best checkpoint is taken, or checkpoint=last. Options: export.format=bf16 and others.
+    `export verify dir=<directory> [reload=true]` checks a checkpoint that anybody wrote: 0 where
+    it is sound, 1 where it has faults.
     """
+    if tokens and tokens[0] == "verify":
+        return _verify(tokens[1:])
     request = _export_request(tokens or [])
     from swiftfp8 import pipeline
 
     pipeline.export(request)
+    return 0
 
 
 @app.command()
@@ -207,6 +212,19 @@ def _export_request(tokens: Sequence[str]) -> Any:
     taken, rest = take(tokens, SOURCE_KEYS)
     check_keys(rest, also=SOURCE_KEYS)
     return ExportRequest(**taken, overrides=tuple(rest))
+
+
+def _verify(tokens: Sequence[str]) -> int:
+    from swiftfp8.errors import SwiftFP8Error
+    from swiftfp8.requests import VerifyRequest
+
+    if not any(token.startswith("dir=") for token in tokens):
+        fix = "swiftfp8 export verify dir=<checkpoint directory>"
+        raise SwiftFP8Error("no directory to check", where="command line", fix=fix)
+    request = read_values(VerifyRequest, tokens)
+    from swiftfp8 import pipeline
+
+    return 0 if pipeline.verify(request) else 1
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

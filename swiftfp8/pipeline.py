@@ -22,7 +22,7 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.hardware import Hardware, parse_hardware, probe
 from swiftfp8.plan import Plan, build_plan
 from swiftfp8.report.plan_table import plan_to_dict, precision_report, print_plan
-from swiftfp8.requests import ExportRequest, InferRequest
+from swiftfp8.requests import ExportRequest, InferRequest, VerifyRequest
 
 if TYPE_CHECKING:
     from swiftfp8.export.report import ExportReport
@@ -118,6 +118,17 @@ def merge(request: ExportRequest, *, console: Console | None = None) -> ExportRe
     )
     console.print(report)
     return report
+
+
+def verify(request: VerifyRequest, *, console: Console | None = None) -> bool:
+    """Check a checkpoint directory that anybody wrote; print its faults. True where it is sound."""
+    from swiftfp8.export.check import check_checkpoint
+
+    result = check_checkpoint(
+        Path(request.dir), reload=request.reload, trust_remote_code=request.trust_remote_code
+    )
+    (console or Console()).print(result)
+    return result.sound
 
 
 def infer(request: InferRequest) -> None:

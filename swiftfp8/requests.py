@@ -17,6 +17,15 @@ class ExportRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerifyRequest:
+    """Check a checkpoint directory, whoever wrote it; with `reload`, by running it as well."""
+
+    dir: str
+    reload: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class InferRequest:
     """Chat with a run, or with a model and an optional adapter.
 

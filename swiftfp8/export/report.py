@@ -15,7 +15,7 @@ from rich.table import Table
 from swiftfp8.export.calibrate import Calibration
 from swiftfp8.export.fidelity import Fidelity
 from swiftfp8.export.layout import LayerError
-from swiftfp8.export.verify import ReadBack, ReloadCheck
+from swiftfp8.export.verify import ReadBack, ReloadCheck, reload_text
 
 REPORT_NAME = "export_report.json"
 _WORST_SHOWN = 5
@@ -127,15 +127,7 @@ class ExportReport:
             )
         if self.reload is None:
             return "not checked (export.verify=false)"
-        equal = (
-            "logits bit-equal"
-            if self.reload.bit_equal
-            else f"logits within {self.reload.max_difference:.2g}"
-        )
-        return (
-            f"transformers {self.reload.transformers}, fresh process, dequantized on the CPU: "
-            f"{self.reload.parameters} parameters equal, {equal}"
-        )
+        return reload_text(self.reload)
 
 
 def write_report(report: ExportReport, directory: Path) -> None:

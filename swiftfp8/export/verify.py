@@ -70,7 +70,7 @@ def verify_directory(
 ) -> list[Fault]:
     """Faults of an exported directory, whoever wrote it, from its headers and bytes."""
     formats = discover("swiftfp8.export.formats")
-    name = format_name or _format_of(directory)
+    name = format_name or format_of(directory)
     if name not in formats:
         raise unknown("export format", name, formats)
     layers = None
@@ -120,6 +120,15 @@ def verify_reload(
         bit_equal=torch.equal(logits, expected),
         max_difference=difference,
         transformers=facts["loading"]["transformers"],
+    )
+
+
+def reload_text(check: ReloadCheck) -> str:
+    """What a reload showed, in words."""
+    equal = "logits bit-equal" if check.bit_equal else f"logits within {check.max_difference:.2g}"
+    return (
+        f"transformers {check.transformers}, fresh process, dequantized on the CPU: "
+        f"{check.parameters} parameters equal, {equal}"
     )
 
 
@@ -226,7 +235,7 @@ def _compare_parameters(expected: dict[str, int], loaded: dict[str, int], layout
         )
 
 
-def _format_of(directory: Path) -> str:
+def format_of(directory: Path) -> str:
     """The format of a directory that anybody wrote, by its configuration."""
     if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
         return "adapter"

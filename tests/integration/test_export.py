@@ -61,7 +61,7 @@ def test_reload_is_bit_equal(tmp_path: Path, family: str) -> None:
 )
 def test_odd_shapes_stay_bf16_and_reload(tmp_path: Path, changes: dict[str, int]) -> None:
     base = save_model(tmp_path / "base", "llama", **changes)
-    settings = ExportConfig(max_shard_size="400KB")
+    settings = ExportConfig(format="fp8_block", max_shard_size="400KB")
     report = export_checkpoint(base, None, tmp_path / "export", settings)
     assert report.reload and report.reload.bit_equal
     assert report.quantized == 8

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_kit import save_model
+from export_kit import save_model, save_tokenizer
 from safetensors.torch import load_file, save_file
 
 from swiftfp8.config.schema import ExportConfig
+from swiftfp8.export.check import check_checkpoint
 from swiftfp8.export.export import export_checkpoint
 from swiftfp8.export.verify import verify_directory
 
@@ -24,7 +25,7 @@ def good_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sharded export with one excluded linear (o_proj of every layer) and a tokenizer file."""
     root = tmp_path_factory.mktemp("structure")
     base = save_model(root / "base")
-    (base / "tokenizer.json").write_text("{}")
+    save_tokenizer(base)
     settings = ExportConfig(verify=False, exclude=["o_proj"], max_shard_size="300KB")
     export_checkpoint(base, None, root / "export", settings)
     return root / "export"
@@ -113,6 +114,20 @@ def no_tokenizer(directory: Path) -> None:
     (directory / "tokenizer.json").unlink()
 
 
+def partly_missing_scale(directory: Path) -> None:
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(str(file))
+        if tensors.pop(f"{Q}.weight_scale_inv", None) is not None:
+            save_file(tensors, str(file), metadata={"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": shard_of_every_tensor(directory)})
+    )
+
+
+def shard_of_every_tensor(directory: Path) -> dict[str, str]:
+    return {name: f.name for f in directory.glob("*.safetensors") for name in load_file(str(f))}
+
+
 FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (unlist, "model.layers.0.self_attn.o_proj: is BF16 but not listed"),
     (suffix, "'o_proj' is no full name"),
@@ -128,12 +143,14 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (truncated, "damaged safetensors file"),
     (index_disagrees, f"{Q}.weight: is in "),
     (no_tokenizer, "no tokenizer files"),
+    (partly_missing_scale, f"{Q}.weight: has no weight_scale_inv"),
 ]
 
 
 def test_the_good_export_has_none(good_export: Path) -> None:
     assert len(list(good_export.glob("*.safetensors"))) > 3
     assert verify_directory(good_export) == []
+    assert check_checkpoint(good_export).sound
 
 
 @pytest.mark.parametrize(("plant", "expected"), FAULTS, ids=[f[0].__name__ for f in FAULTS])
@@ -143,13 +160,15 @@ def test_planted_fault_is_found(
     copy = tmp_path / "export"
     shutil.copytree(good_export, copy)
     plant(copy)
-    found = [f"{fault.where}: {fault.what}" for fault in verify_directory(copy)]
+    result = check_checkpoint(copy)
+    found = [f"{fault.where}: {fault.what}" for fault in result.faults]
     assert any(expected in text for text in found), found
+    assert not result.sound
 
 
 def test_a_tied_head_stored_twice(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", "llama_tied")
-    (base / "tokenizer.json").write_text("{}")
+    save_tokenizer(base)
     settings = ExportConfig(verify=False)
     export_checkpoint(base, None, tmp_path / "export", settings)
     file = str(tmp_path / "export" / "model.safetensors")
@@ -159,3 +178,76 @@ def test_a_tied_head_stored_twice(tmp_path: Path) -> None:
     save_file(tensors, file)
     faults = verify_directory(tmp_path / "export")
     assert [f.where for f in faults if "second time" in f.what] == ["lm_head.weight"]
+
+
+def export(root: Path, family: str, name: str) -> Path:
+    """A small export of one file, with a tokenizer file."""
+    base = save_model(root / "base", family)
+    save_tokenizer(base)
+    export_checkpoint(base, None, root / "export", ExportConfig(verify=False, format=name))
+    return root / "export"
+
+
+def faults_of(directory: Path) -> list[str]:
+    return [f"{fault.where}: {fault.what}" for fault in check_checkpoint(directory).faults]
+
+
+def test_experts_as_one_3d_tensor(tmp_path: Path) -> None:
+    """In FP8 no engine takes them; in BF16 their module must be listed."""
+    directory = export(tmp_path, "qwen3_moe", "fp8_block")
+    assert faults_of(directory) == []
+    file = str(directory / "model.safetensors")
+    good = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    experts = "model.layers.0.mlp.experts"
+    kept = {name: tensor for name, tensor in good.items() if not name.startswith(experts)}
+    stacked = torch.stack([good[f"{experts}.{n}.down_proj.weight"] for n in range(4)])
+    save_file({**kept, f"{experts}.down_proj": stacked}, file)
+    assert faults_of(directory) == [f"{experts}.down_proj: is FP8 with 3 dimensions, not 2"]
+    save_file({**kept, f"{experts}.down_proj": stacked.to(torch.bfloat16)}, file)
+    assert f"3 dimensions, and {experts} is not listed" in faults_of(directory)[0]
+    edit_config(directory, lambda s: s["modules_to_not_convert"].append(experts))
+    assert faults_of(directory) == []
+
+
+def test_an_unlisted_gate(tmp_path: Path) -> None:
+    directory = export(tmp_path, "qwen3_moe", "fp8_block")
+    gate = "model.layers.0.mlp.gate"
+    edit_config(directory, lambda s: s["modules_to_not_convert"].remove(gate))
+    assert faults_of(directory) == [f"{gate}: is BF16 but not listed"]
+
+
+def test_faults_of_compressed_tensors(tmp_path: Path) -> None:
+    directory = export(tmp_path, "llama", "compressed_tensors")
+    assert faults_of(directory) == []
+    scale = f"{Q}.weight_scale"
+    edit_tensor(directory, scale, lambda t: t.bfloat16())
+    assert faults_of(directory) == [f"{scale}: is BF16, not F32"]
+    edit_tensor(directory, scale, lambda t: t.float()[:64])
+    assert faults_of(directory) == [f"{scale}: has shape (64, 1), not (256, 1)"]
+    edit_tensor(directory, scale, lambda t: torch.ones(256))
+    assert faults_of(directory) == []  # [N] is read as [N, 1] everywhere
+    edit_config(directory, lambda s: s.update(ignore=["re:.*lm_head", "re:.*mlp[.]down_proj"]))
+    found = faults_of(directory)
+    assert [text for text in found if "listed as not converted" in text] == found != []
+    edit_config(directory, lambda s: s.update(ignore=[], format="pack-quantized"))
+    found = faults_of(directory)
+    assert any("lm_head is not listed" in text for text in found)
+    assert any("format is 'pack-quantized'" in text for text in found)
+
+
+def test_a_fused_group_with_several_scales_is_a_warning(tmp_path: Path) -> None:
+    directory = export(tmp_path, "llama", "fp8")
+    edit_tensor(directory, f"{Q}.weight_scale", lambda t: t * 2)
+    result = check_checkpoint(directory)
+    assert result.sound
+    assert "several scales" in result.faults[0].what
+    assert any("nonsense" in note for note in result.notes)
+
+
+def test_fp8_bytes_that_nothing_declares(tmp_path: Path) -> None:
+    directory = export(tmp_path, "llama", "fp8_block")
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]
+    file.write_text(json.dumps(config))
+    assert any("has no quantization_config" in text for text in faults_of(directory))
