@@ -67,10 +67,13 @@ class Trainer:
     def train(self) -> TrainResult:
         """Train, and leave the export to `export_model`."""
         from swiftfp8 import pipeline
-        from swiftfp8.export.request import check_export_after_training
+        from swiftfp8.export.request import check_export_after_training, check_export_of_model
+        from swiftfp8.models.source import resolve_source
 
-        check_export_after_training(self.arguments.config)
-        config = replace(self.arguments.config, export_dir=None, export_quantization_bit=None)
+        config = self.arguments.config
+        check_export_after_training(config)
+        check_export_of_model(config, resolve_source(config).path)
+        config = replace(config, export_dir=None, export_quantization_bit=None)
         result = pipeline.train(replace(self.arguments.composed, config=config))
         self.run_dir = result.run_dir
         return result

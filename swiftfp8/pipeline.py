@@ -36,7 +36,11 @@ def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
     from transformers import set_seed
 
     from swiftfp8.data.dataset import load_datasets
-    from swiftfp8.export.request import check_export_after_training, exports_after_training
+    from swiftfp8.export.request import (
+        check_export_after_training,
+        check_export_of_model,
+        exports_after_training,
+    )
     from swiftfp8.inject import inject_precision
     from swiftfp8.models.load import load_model, load_tokenizer
     from swiftfp8.train.checkpoint import find_resume
@@ -52,6 +56,7 @@ def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
     check_export_after_training(config)
     require_reporters(config.report_to)
     source, made = _plan(config, probe())
+    check_export_of_model(config, source.path)
     print_plan(made, console)
 
     tokenizer = load_tokenizer(source, config.template, config.trust_remote_code)

@@ -92,19 +92,11 @@ def export_checkpoint(
     began = time.monotonic()
     check_target(export_dir, overwrite=settings.overwrite)
     _refuse_overlap(export_dir, model_dir, adapter_dir)
-    if settings.format != "auto":
-        find_format(settings.format)
-        require_loadable(settings.format, settings.target)
+    _require_format(settings)
     texts = _existing_files(settings.fidelity_dataset)
     max_shard_bytes = parse_size(settings.max_shard_size)
     source = open_source(model_dir, adapter_dir, trust_remote_code=context.trust_remote_code)
-    options = FormatOptions(exclude=settings.exclude, keep=context.keep)
-    name: str = settings.format
-    why = "as asked"
-    if settings.format == "auto":
-        name, why = pick_format(source, options, settings.target)
-    export_format = find_format(name)
-    layout = export_format.describe(source, options)
+    export_format, options, layout, why = _describe(source, settings, context.keep)
     if getattr(export_format, "STATIC_INPUTS", False):
         options = replace(options, input_amax=_input_amax(source, layout, settings, context, texts))
         layout = export_format.describe(source, options)
@@ -160,12 +152,38 @@ def merge_checkpoint(
     return export_checkpoint(model_dir, adapter_dir, export_dir, settings, context)
 
 
+def check_export(model_dir: Path, settings: ExportConfig, context: ExportContext) -> None:
+    """Raise where a model, trained in full or with LoRA, could not be exported: headers decide."""
+    _require_format(settings)
+    source = open_source(model_dir, trust_remote_code=context.trust_remote_code)
+    _describe(source, settings, context.keep)
+
+
 def find_format(name: str) -> ExportFormat:
     """The module of `formats/` with this name."""
     formats = discover("swiftfp8.export.formats")
     if name not in formats:
         raise unknown("export format", name, formats, where="export.format")
     return formats[name]
+
+
+def _require_format(settings: ExportConfig) -> None:
+    if settings.format != "auto":
+        find_format(settings.format)
+        require_loadable(settings.format, settings.target)
+
+
+def _describe(
+    source: Source, settings: ExportConfig, keep: Mapping[str, str]
+) -> tuple[ExportFormat, FormatOptions, Layout, str]:
+    """The format with its options, what it makes of every tensor, and why it was chosen."""
+    options = FormatOptions(exclude=settings.exclude, keep=keep)
+    name: str = settings.format
+    why = "as asked"
+    if settings.format == "auto":
+        name, why = pick_format(source, options, settings.target)
+    export_format = find_format(name)
+    return export_format, options, export_format.describe(source, options), why
 
 
 def _input_amax(

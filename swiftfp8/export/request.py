@@ -13,7 +13,7 @@ from swiftfp8.config.compose import apply_overrides, read_resolved
 from swiftfp8.config.schema import Config, ExportConfig
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import parse_size
-from swiftfp8.export.export import ExportContext
+from swiftfp8.export.export import ExportContext, check_export
 from swiftfp8.export.locate import locate_run
 from swiftfp8.export.staging import check_target
 from swiftfp8.requests import ExportRequest
@@ -99,6 +99,19 @@ def check_export_after_training(config: Config) -> None:
         parse_size(config.export.max_shard_size)
     if config.export_dir is not None:
         check_target(Path(config.export_dir), overwrite=config.export.overwrite)
+
+
+def check_export_of_model(config: Config, model_dir: Path) -> None:
+    """Find out before training, from headers alone, that the model can't be exported as asked."""
+    if not exports_after_training(config):
+        return
+    settings = export_settings(config)
+    if settings.format == "adapter" and config.tuner == "lora":
+        return  # the adapter that training writes
+    context = ExportContext(
+        keep=_kept_by_family(model_dir), trust_remote_code=config.trust_remote_code
+    )
+    check_export(model_dir, settings, context)
 
 
 def export_settings(config: Config) -> ExportConfig:

@@ -308,7 +308,7 @@ def data_shape(rows: int, config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _scaling_kept(model: Any) -> Iterator[None]:
-    """Keep what is evaluated out of delayed scaling: Transformer Engine records it like training."""
+    """Keep evaluation out of delayed scaling: Transformer Engine records it like training."""
     scaling = inject.scaling_state(model)
     try:
         yield

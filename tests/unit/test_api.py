@@ -72,6 +72,17 @@ def test_train_then_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     )
 
 
+def test_nothing_is_trained_that_can_not_be_exported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = arguments(export={"exclude": ["nosuch_proj"]})
+    for train in (Trainer(given).train, lambda: pipeline.train(given.composed)):
+        with pytest.raises(SwiftFP8Error, match="'nosuch_proj' matches no linear"):
+            train()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_plan_is_the_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "plan", lambda composed, hardware: (composed, hardware))
     given = arguments()

@@ -1,13 +1,20 @@
 """What a run was told, and what the export command is told, become one set of settings."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from export_kit import save_model
 from rich.console import Console
 
 from swiftfp8.config.schema import Config, ExportConfig
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.request import check_export_after_training, export_settings, resolve_request
+from swiftfp8.export.request import (
+    check_export_after_training,
+    check_export_of_model,
+    export_settings,
+    resolve_request,
+)
 from swiftfp8.requests import ExportRequest
 from tests.unit.export.test_locate import make_run
 
@@ -45,6 +52,30 @@ def test_registered_texts_are_files() -> None:
     settings = ExportConfig(fidelity_dataset=["quickstart-unseen", "held_out.txt"])
     registered, file = export_settings(Config(export=settings)).fidelity_dataset
     assert Path(registered).is_file() and file == "held_out.txt"
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"exclude": ["nosuch_proj"]}, "'nosuch_proj' matches no linear"),
+        ({"exclude": ["*_proj"]}, "no linear of this model can be FP8"),
+        ({"format": "fp8", "target": "transformers"}, "can't serve the format fp8"),
+    ],
+)
+def test_what_can_not_be_exported_is_found_before_training(tmp_path, settings, fault) -> None:
+    model = save_model(tmp_path / "model", "qwen3")
+    config = Config(export=ExportConfig(**settings))
+    check_export_of_model(config, model)  # nothing will be exported
+    with pytest.raises(SwiftFP8Error, match=fault):
+        check_export_of_model(replace(config, export_dir="out"), model)
+
+
+def test_an_adapter_to_come_can_be_exported(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen3")
+    config = Config(export=ExportConfig(format="adapter"), export_dir="out")
+    check_export_of_model(config, model)
+    with pytest.raises(SwiftFP8Error, match="no adapter"):
+        check_export_of_model(replace(config, tuner="full"), model)
 
 
 def test_a_bad_shard_size_is_found_before_training() -> None:
