@@ -140,6 +140,7 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         for linear in meta.linears
     )
     granted = _without_empty_fp8(granted, layers)
+    problems += _length_problems(config, meta)
     coverage = _coverage(layers)
     problems += _strict_problems(config, granted)
     problems += _coverage_problems(config, granted, layers, coverage)
@@ -196,7 +197,12 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         decoder_coverage=_coverage([layer for layer in layers if layer.name not in heads]),
         memory=memory,
         fallbacks=granted.fallbacks,
-        notes=(*granted.notes, *option_notes, *_notes(config, granted, memory)),
+        notes=(
+            *granted.notes,
+            *option_notes,
+            *_length_notes(config, meta),
+            *_notes(config, granted, memory),
+        ),
     )
 
 
@@ -280,6 +286,31 @@ def _lora_plan(config: Config, layers: tuple[LayerPlan, ...]) -> LoraPlan | None
         use_rslora=config.use_rslora,
         targets=tuple(layer.name for layer in layers if layer.lora),
     )
+
+
+def _length_problems(config: Config, meta: ModelMeta) -> list[SwiftFP8Error]:
+    """An error where a row of `max_length` tokens has positions that the model can't embed."""
+    positions = meta.max_position_embeddings
+    if not meta.learned_positions or config.max_length <= positions:
+        return []
+    return [
+        SwiftFP8Error(
+            f"the model has a learned embedding for each of {positions} positions, and none for "
+            f"more: rows of {config.max_length} tokens can't run",
+            where="max_length",
+            fix=f"set max_length={positions}",
+        )
+    ]
+
+
+def _length_notes(config: Config, meta: ModelMeta) -> list[str]:
+    positions = meta.max_position_embeddings
+    if not 0 < positions < config.max_length:
+        return []
+    return [
+        f"max_length={config.max_length} is over the model's max_position_embeddings of "
+        f"{positions}: longer rows have positions that it may never have seen"
+    ]
 
 
 def _strict_problems(config: Config, granted: Granted) -> list[SwiftFP8Error]:

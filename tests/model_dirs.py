@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -46,7 +46,7 @@ def write_model(
 ) -> Path:
     """A seeded random model of `architecture` in float32, with a word-level tokenizer."""
     shard = changes.pop("max_shard_size", "1GB")
-    config = CONFIGS[architecture](**{**_SHAPE, "tie_word_embeddings": False, **changes})
+    config = CONFIGS[architecture](**{**SHAPE, "tie_word_embeddings": False, **changes})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size=shard)
     if tokenizer:

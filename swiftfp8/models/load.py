@@ -49,6 +49,7 @@ def load_meta(source: ModelSource, config: Config) -> ModelMeta:
         )
     heads = int(text.num_attention_heads)
     hidden = int(text.hidden_size)
+    positions = int(_first(text, "max_position_embeddings") or 0)
     intermediate = _first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
     return ModelMeta(
         name=source.name,
@@ -62,7 +63,8 @@ def load_meta(source: ModelSource, config: Config) -> ModelMeta:
         num_kv_heads=int(_first(text, "num_key_value_heads") or heads),
         head_dim=int(_first(text, "head_dim") or hidden // heads),
         vocab_size=int(text.vocab_size),
-        max_position_embeddings=int(_first(text, "max_position_embeddings") or 0),
+        max_position_embeddings=positions,
+        learned_positions=_has_position_table(model, positions),
         tied_head=_is_tied(model),
         linears=linears,
         total_params=sum(parameter.numel() for parameter in model.parameters()),
@@ -234,6 +236,18 @@ def _is_tied(model: PreTrainedModel) -> bool:
     """Whether the output projection is the embedding matrix itself."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
+
+
+def _has_position_table(model: PreTrainedModel, positions: int) -> bool:
+    """Whether an embedding has a row for each position. (OPT's has two more, for padding.)"""
+    from torch import nn
+
+    words = model.get_input_embeddings()
+    return positions > 0 and any(
+        positions <= module.num_embeddings <= positions + 2
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module is not words
+    )
 
 
 def _check_loaded(info: dict[str, Any], path: Path) -> None:

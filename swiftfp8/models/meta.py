@@ -29,7 +29,9 @@ class ModelMeta:
     """Shapes and counts of a causal language model whose files lie in `path`.
 
     `keep_high` maps name patterns (shell globs on full module names) to the family's reason for
-    keeping them out of FP8. Parameter counts are numbers of elements.
+    keeping them out of FP8. `learned_positions`: a table holds one vector for each of the
+    `max_position_embeddings` positions, and none for more. Parameter counts are numbers of
+    elements.
     """
 
     name: str
@@ -48,3 +50,4 @@ class ModelMeta:
     linears: tuple[LinearMeta, ...]
     total_params: int
     keep_high: dict[str, str]
+    learned_positions: bool = False

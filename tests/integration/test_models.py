@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_dirs import CONFIGS, edit_json, write_model
+from model_dirs import CONFIGS, SHAPE, edit_json, write_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    GPT2Config,
+    OPTConfig,
+    PreTrainedConfig,
     Qwen2Config,
     Qwen3MoeConfig,
 )
@@ -52,6 +55,36 @@ def test_meta_agrees_with_the_loaded_model(tmp_path: Path, architecture: str, ti
     assert [linear.name for linear in meta.linears if linear.kind == "head"] == ["lm_head"]
     assert {linear.layer for linear in meta.linears if linear.kind == "linear"} == {0, 1}
     assert "hello" in load_tokenizer(source).get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "learned"),
+    [
+        (GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=40, vocab_size=64), True),
+        (
+            OPTConfig(
+                hidden_size=32,
+                word_embed_proj_dim=32,
+                ffn_dim=64,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                max_position_embeddings=40,
+                vocab_size=64,
+            ),
+            True,
+        ),
+        (CONFIGS["qwen2"](**SHAPE), False),
+        (CONFIGS["qwen2"](**{**SHAPE, "max_position_embeddings": SHAPE["vocab_size"]}), False),
+    ],
+    ids=["gpt2", "opt", "rotary", "rotary, as many positions as words"],
+)
+def test_learned_positions_are_told_from_rotary_ones(
+    tmp_path: Path, hf_config: PreTrainedConfig, learned: bool
+) -> None:
+    AutoModelForCausalLM.from_config(hf_config).save_pretrained(tmp_path)
+    meta = load_meta(*resolved(tmp_path))
+    assert meta.learned_positions is learned
+    assert meta.max_position_embeddings == hf_config.max_position_embeddings
 
 
 def test_experts_are_listed_with_those_that_a_token_uses(tmp_path: Path) -> None:

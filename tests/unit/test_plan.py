@@ -503,6 +503,23 @@ def test_the_table_warns_of_a_fallback_once(hardware: str) -> None:
     assert text.count("FP8 matmuls need 8.9 or newer") == 1
 
 
+def test_a_length_over_the_models_positions_is_said() -> None:
+    meta = replace(qwen_half_b(), max_position_embeddings=1024)
+    said = "max_length=1025 is over the model's max_position_embeddings of 1024"
+    assert any(said in note for note in plan_for("h200", meta, max_length=1025).notes)
+    unknown = replace(meta, max_position_embeddings=0)
+    for quiet in (plan_for("h200", meta, max_length=1024), plan_for("h200", unknown)):
+        assert not any("max_position_embeddings" in note for note in quiet.notes)
+
+
+def test_a_length_over_learned_positions_is_an_error() -> None:
+    meta = replace(qwen_half_b(), max_position_embeddings=1024, learned_positions=True)
+    plan_for("h200", meta, max_length=1024)
+    with pytest.raises(SwiftFP8Error, match="embedding for each of 1024 positions") as caught:
+        plan_for("h200", meta, max_length=1025)
+    assert "set max_length=1024" in str(caught.value)
+
+
 def test_group_names() -> None:
     plan = plan_for("h200", precision={"exclude": ["layers.2.mlp.*", "layers.4.mlp.*"]})
     names = [name for name, _ in group_layers(plan.layers)]
