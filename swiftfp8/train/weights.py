@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers.utils import logging
 
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.models.checkpoint import read_config_json
 from swiftfp8.models.identity import digest_model
 from swiftfp8.plan import Plan
 from swiftfp8.train.checkpoint import read_manifest
@@ -33,7 +34,7 @@ def save_weights(
         model.save_pretrained(str(folder), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
     else:
-        with _no_progress_bar():
+        with _no_progress_bar(), _cache_as_in_base(model.config):
             model.save_pretrained(str(folder), state_dict=plain_state_dict(model))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
@@ -123,6 +124,20 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _cache_as_in_base(config: Any) -> Iterator[None]:
+    """Save the base's own `use_cache`: training turns it off, and who generates wants it on."""
+    raw = read_config_json(Path(config.name_or_path)) if config.name_or_path else {}
+    text = config.get_text_config()
+    trained = config.use_cache, text.use_cache
+    config.use_cache = raw.get("use_cache", True)
+    text.use_cache = raw.get("text_config", raw).get("use_cache", True)
+    try:
+        yield
+    finally:
+        config.use_cache, text.use_cache = trained
 
 
 def _load_adapter(model: Any, checkpoint: Path) -> None:
