@@ -251,7 +251,7 @@ def _has_position_table(model: PreTrainedModel, positions: int) -> bool:
 
 
 def _check_loaded(info: dict[str, Any], path: Path) -> None:
-    """Raise for weights that were missing or of another shape; log those that had no place."""
+    """Raise for weights that were missing or of another shape; warn of those that had no place."""
     missing = sorted(info["missing_keys"])
     if missing:
         raise SwiftFP8Error(
@@ -272,7 +272,7 @@ def _check_loaded(info: dict[str, Any], path: Path) -> None:
         )
     unexpected = sorted(info["unexpected_keys"])
     if unexpected:
-        log.info("%d weights have no place in the model: %s", len(unexpected), _listed(unexpected))
+        log.warning("%d weights have no place in the model: %s", len(unexpected), _listed(unexpected))
 
 
 def _listed(names: list[str]) -> str:

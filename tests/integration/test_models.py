@@ -101,6 +101,21 @@ def test_experts_are_listed_with_those_that_a_token_uses(tmp_path: Path) -> None
     assert (up.in_features, up.out_features, up.count, up.layer) == (32, 32, 2, 0)
 
 
+def test_weights_without_a_place_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, "qwen2")
+    file = tmp_path / "model.safetensors"
+    extra = {f"model.extra.{n}.weight": torch.ones(2) for n in range(6)}
+    save_file({**load_file(file), **extra}, file, metadata={"format": "pt"})
+    load_model(resolved(tmp_path)[0], "fp32")
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [
+        "6 weights have no place in the model: model.extra.0.weight, model.extra.1.weight, "
+        "model.extra.2.weight, model.extra.3.weight and 2 more"
+    ]
+
+
 @pytest.mark.parametrize(("dtype", "expected"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_loaded_as_transformers_loads_it(tmp_path: Path, dtype: str, expected: torch.dtype) -> None:
     write_model(tmp_path, "llama", max_shard_size="20KB")
