@@ -118,7 +118,8 @@ class FP8Trainer(transformers.Trainer):
         self._check_finite(loss, norm_value)
         if math.isfinite(self.args.max_grad_norm):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
-        self.session.meter.step_done(loss, int(read[2]))
+        skipped = self.args.fp16 and not math.isfinite(norm_value)
+        self.session.meter.step_done(loss, int(read[2]), skipped=skipped)
         self.session.display.step(self.state.global_step + 1)
         return norm_value
 

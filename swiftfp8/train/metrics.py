@@ -73,6 +73,7 @@ class Progress:
     steady_seconds: float = 0.0
     best_loss: float | None = None
     best_step: int | None = None
+    skipped_steps: int = 0  # by FP16's loss scaler, over all sessions
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
@@ -106,7 +107,7 @@ class Meter:
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
 
-    def step_done(self, loss: float, tokens: int) -> None:
+    def step_done(self, loss: float, tokens: int, *, skipped: bool = False) -> None:
         """Count an optimizer step: its mean loss and the tokens of its micro-batches."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
@@ -114,6 +115,7 @@ class Meter:
         p.window_loss += loss
         p.window_steps += 1
         p.window_tokens += tokens
+        p.skipped_steps += skipped
         p.window_seconds += seconds
         if self._session_steps:
             p.steady_tokens += tokens

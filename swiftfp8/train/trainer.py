@@ -132,6 +132,7 @@ def run_training(
             display.note(f"the loss is not fused with the head: {unfused}")
         if start.step < total:
             _train(model, datasets, session, arguments, start)
+            _require_taken_steps(session, total)
         result = _result(session, meter)
         if stop.requested:
             display.note(f"interrupted at step {result.steps}, a checkpoint is saved; go on with:")
@@ -232,6 +233,19 @@ def _train(
         raise _failed(error, trainer.state.global_step, session.run_dir) from error
     finally:
         transformers.logging.set_verbosity(verbosity)
+
+
+def _require_taken_steps(session: Session, total: int) -> None:
+    """Fail where FP16's loss scaler skipped every step: the weights are those it began with."""
+    if session.meter.progress.skipped_steps < total:
+        return
+    raise RunFailed(
+        f"nothing was trained: FP16's loss scaler skipped each of {total} steps, as no gradient "
+        "was ever finite",
+        where=str(session.run_dir),
+        fix="lower learning_rate, train for more steps (the scale halves with each that is "
+        "skipped), or take dtype=bf16 or fp32 where the hardware has it",
+    )
 
 
 def _switch_fp8(model: Any, on: bool) -> None:

@@ -16,6 +16,8 @@ from swiftfp8.errors import RunFailed, SwiftFP8Error
 from swiftfp8.inject import precision_linears, scaling_state
 from swiftfp8.plan import RecipeOptions
 from swiftfp8.precision import emulated
+from swiftfp8.train import trainer
+from swiftfp8.train.arguments import training_arguments
 from swiftfp8.train.loop import _total_norm
 from swiftfp8.train.metrics import read_log
 from swiftfp8.train.trainer import run_training
@@ -299,6 +301,28 @@ def test_resuming_another_job_is_refused_and_says_what_differs(tmp_path, now, na
     assert caught.value.exit_code == 2
     assert all(text in str(caught.value) for text in named)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("from_step", [1, 3])
+def test_fp16_that_never_takes_a_step_is_no_success(tmp_path, monkeypatch, from_step):
+    def scaled(*arguments):  # accelerate has no FP16 on a CPU; the scaler's part is played here
+        made = training_arguments(*arguments)
+        made.fp16 = True
+        return made
+
+    monkeypatch.setattr(trainer, "training_arguments", scaled)
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
+    model, plan = make_model()
+    weight = next(p for p in model.parameters() if p.requires_grad)
+    steps = iter(range(1, 100))
+    weight.register_hook(lambda g: g * math.inf if next(steps) >= from_step else g)
+    config = make_config(max_steps=4)
+    if from_step > 1:
+        assert train(tmp_path, config, model=(model, plan))[0].steps == 4
+        return
+    with pytest.raises(RunFailed, match="skipped each of 4 steps") as caught:
+        train(tmp_path, config, model=(model, plan))
+    assert caught.value.exit_code == 1 and (tmp_path / "checkpoint-4").is_dir()
 
 
 def test_going_back_starts_another_course_from_there(tmp_path):
