@@ -70,7 +70,8 @@ def train(
     from swiftfp8.sweep import member_names, print_runs, run_sweep
 
     members = _compose_members(tokens or [])
-    require_inputs(members[0])
+    for member in members:
+        require_inputs(member)
     console = Console()
     if len(members) > 1 and not dry_run:
         return run_sweep(members, console)

@@ -188,6 +188,14 @@ def test_a_sweep_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "loss is not finite" in result.stderr
 
 
+def test_a_sweep_with_a_member_that_can_not_begin_begins_none(
+    calls: list[tuple[Any, ...]],
+) -> None:
+    result = call("train", "model_type=tiny", "dataset=quickstart,null")
+    assert (result.exit_code, calls) == (2, [])
+    assert "no dataset to train on" in result.stderr
+
+
 def test_an_interrupted_sweep_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
