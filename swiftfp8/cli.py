@@ -13,6 +13,7 @@ import typer
 
 from swiftfp8 import __version__
 from swiftfp8.cli_config import config_app
+from swiftfp8.cli_data import data_app
 from swiftfp8.cli_tokens import Tokens, check_keys, read_values
 from swiftfp8.failures import guarded
 
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
 
 SOURCE_KEYS = ("run", "model", "adapter", "checkpoint")
 

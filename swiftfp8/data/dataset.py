@@ -11,22 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swiftfp8.data.chat import Example, TokenizeSettings, tokenize_rows
+from swiftfp8.data.chat import TokenizeSettings, tokenize_rows
 from swiftfp8.data.files import BadPlace
-from swiftfp8.data.formats import BadRow, choose_format, read_tools, rename
 from swiftfp8.data.lengths import MASKED, Pair
 from swiftfp8.data.packing import PackCollator, PackedRows, pack_rows
 from swiftfp8.data.progress import tokenizing
-from swiftfp8.data.report import (
-    DataReport,
-    PartReport,
-    SourceReport,
-    bad_rows_error,
-    count_reasons,
-)
-from swiftfp8.data.sources import RowSet, read_entry
-from swiftfp8.errors import SwiftFP8Error, raise_all
-from swiftfp8.registry import suggest
+from swiftfp8.data.reading import Converted, read_examples
+from swiftfp8.data.report import DataReport, PartReport, bad_rows_error, count_reasons
+from swiftfp8.errors import SwiftFP8Error
 
 if TYPE_CHECKING:
     import torch
@@ -106,14 +98,6 @@ class Datasets:
     report: DataReport
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Converted:
-    examples: list[Example]
-    sources: tuple[SourceReport, ...]
-    bad: list[BadPlace]
-    total: int
-
-
 def load_datasets(config: Config, tokenizer: Any, token_multiple: int) -> Datasets:
     """Read, check, convert and tokenize `dataset` and `val_dataset`.
 
@@ -128,7 +112,7 @@ def load_datasets(config: Config, tokenizer: Any, token_multiple: int) -> Datase
             skipped; no row left.
     """
     train = _convert(config.dataset, config, "dataset")
-    held: _Converted | None = None
+    held: Converted | None = None
     eval_from = None
     if config.val_dataset:
         held, eval_from = _convert(config.val_dataset, config, "val_dataset"), "val_dataset"
@@ -156,68 +140,10 @@ def _collator(config: Config, tokenizer: Any, token_multiple: int) -> Collator |
     return Collator(pad_id=0 if pad is None else pad, token_multiple=token_multiple)
 
 
-def _convert(entries: Sequence[str], config: Config, key: str) -> _Converted:
-    """Read all entries, each row in its format. Problems of several entries come together."""
-    if not entries:
-        raise SwiftFP8Error(
-            "there is nothing to train on", where=key, fix="set dataset=FILE or dataset=quickstart"
-        )
-    problems: list[SwiftFP8Error] = []
-    found: list[RowSet] = []
-    for entry in entries:
-        try:
-            found += read_entry(entry, hub=config.hub, seed=config.seed)
-        except SwiftFP8Error as error:
-            problems.append(error)
-    raise_all(problems)
-    examples: list[Example] = []
-    sources: list[SourceReport] = []
-    bad: list[BadPlace] = []
-    for rows in found:
-        bad += rows.bad
-        if len(rows.rows):
-            sources.append(_convert_rows(rows, config, examples, bad))
-    total = sum(len(rows.rows) + len(rows.bad) for rows in found)
-    _settle_bad(bad, total, config)
-    return _Converted(examples=examples, sources=tuple(sources), bad=bad, total=total)
-
-
-def _convert_rows(
-    rows: RowSet, config: Config, examples: list[Example], bad: list[BadPlace]
-) -> SourceReport:
-    columns = {**rows.columns, **config.data.columns}
-    _check_columns(rows, columns)
-    first = rename(rows.rows[0], columns)
-    asked = config.data.format if config.data.format != "auto" else rows.format or "auto"
-    form, reason = choose_format(first, asked, where=rows.place(0))
-    if asked == rows.format:
-        reason = "named by the data set's file"
-    for index, row in enumerate(rows.rows):
-        try:
-            row = rename(row, columns)
-            example = Example(
-                content=form.convert(row), where=rows.place(index), tools=read_tools(row)
-            )
-        except BadRow as error:
-            bad.append(BadPlace(where=rows.place(index), reason=str(error)))
-        else:
-            examples.append(example)
-    return SourceReport(
-        entry=rows.entry, where=rows.where, rows=len(rows.rows), format=form.name, reason=reason
-    )
-
-
-def _check_columns(rows: RowSet, columns: Mapping[str, str]) -> None:
-    """A renamed column must be there in the first row, or its name is misspelt."""
-    for name in columns:
-        if name not in rows.rows[0]:
-            known = [str(column) for column in rows.rows[0]]
-            close = suggest(name, known)
-            raise SwiftFP8Error(
-                f"the first row lacks the column '{name}', which data.columns renames",
-                where=rows.place(0),
-                fix=f"did you mean {close}?" if close else f"its columns: {', '.join(known)}",
-            )
+def _convert(entries: Sequence[str], config: Config, key: str) -> Converted:
+    rows = read_examples(entries, config, key)
+    _settle_bad(rows.bad, rows.total, config)
+    return rows
 
 
 def _settle_bad(bad: list[BadPlace], total: int, config: Config) -> None:
@@ -231,7 +157,7 @@ def _settle_bad(bad: list[BadPlace], total: int, config: Config) -> None:
         )
 
 
-def _split(rows: _Converted, ratio: float, seed: int) -> tuple[_Converted, _Converted]:
+def _split(rows: Converted, ratio: float, seed: int) -> tuple[Converted, Converted]:
     """Set aside a share of the rows, drawn by `seed`; both parts keep the rows' order."""
     count = len(rows.examples)
     aside = min(max(1, round(count * ratio)), count - 1)
@@ -245,20 +171,15 @@ def _split(rows: _Converted, ratio: float, seed: int) -> tuple[_Converted, _Conv
     kept = [example for k, example in enumerate(rows.examples) if k not in drawn]
     held = [example for k, example in enumerate(rows.examples) if k in drawn]
     return (
-        _Converted(examples=kept, sources=rows.sources, bad=rows.bad, total=rows.total),
-        _Converted(examples=held, sources=(), bad=[], total=len(held)),
+        Converted(examples=kept, sources=rows.sources, bad=rows.bad, total=rows.total),
+        Converted(examples=held, sources=(), bad=[], total=len(held)),
     )
 
 
 def _tokenize(
-    rows: _Converted, tokenizer: Any, config: Config, name: str
+    rows: Converted, tokenizer: Any, config: Config, name: str
 ) -> tuple[TokenRows | PackedRows, PartReport]:
-    settings = TokenizeSettings(
-        max_length=config.max_length,
-        truncation=config.data.truncation,
-        system=config.system,
-        whole=config.task == "pretrain",
-    )
+    settings = tokenize_settings(config)
     pairs: list[Pair] = []
     bad: list[BadPlace] = []
     dropped: Counter[str] = Counter()
@@ -294,6 +215,16 @@ def _tokenize(
         pack_capacity=config.max_length if packed else 0,
         dropped=dict(dropped),
         skipped=count_reasons([*rows.bad, *bad]),
+    )
+
+
+def tokenize_settings(config: Config) -> TokenizeSettings:
+    """What of the configuration matters to tokenizing."""
+    return TokenizeSettings(
+        max_length=config.max_length,
+        truncation=config.data.truncation,
+        system=config.system,
+        whole=config.task == "pretrain",
     )
 
 

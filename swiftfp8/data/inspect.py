@@ -1,0 +1,197 @@
+"""A look at a data set before it is trained on: format, faults, duplicates, lengths, masks.
+
+Every row is read, converted and compared. Lengths come from tokenizing, which takes longest: of a
+large data set a sample drawn by `seed` is tokenized, and what is derived from it says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from swiftfp8.data.chat import Example, tokenize_rows
+from swiftfp8.data.dataset import tokenize_settings
+from swiftfp8.data.files import BadPlace
+from swiftfp8.data.lengths import MASKED, Fitted, Pair, fit_rows
+from swiftfp8.data.reading import Converted, read_examples
+from swiftfp8.data.report import SourceReport
+
+if TYPE_CHECKING:
+    from swiftfp8.config.schema import Config
+
+_UNLIMITED = 2**31 - 1
+_PAIRS_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Text of neighbouring tokens that all have a loss, or all have none."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownRow:
+    """A row as it is trained: its runs up to `max_length`, and its tokens in all."""
+
+    where: str
+    runs: tuple[Run, ...]
+    tokens: int
+    trained: int
+    cut: int  # tokens beyond max_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartInspection:
+    """What was found in `dataset` or `val_dataset`.
+
+    `duplicates` counts rows equal to an earlier one; `pairs` names a few as (row, earlier row).
+    `lengths` and `trained` are tokens of each of the `sampled` rows, before `max_length`.
+    """
+
+    name: str
+    sources: tuple[SourceReport, ...]
+    rows: int
+    total: int
+    bad: tuple[BadPlace, ...]
+    duplicates: int
+    pairs: tuple[tuple[str, str], ...]
+    sampled: int
+    max_length: int
+    lengths: np.ndarray
+    trained: np.ndarray
+    fitted: Fitted
+    shown: tuple[ShownRow, ...]
+
+    @property
+    def truncated_share(self) -> float:
+        """Share of the sampled rows that are longer than `max_length`."""
+        return float((self.lengths > self.max_length).mean()) if len(self.lengths) else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """Both parts; `leaked` counts evaluation rows that are training rows as well."""
+
+    train: PartInspection
+    eval: PartInspection | None
+    leaked: int
+
+
+def inspect_datasets(config: Config, tokenizer: Any, *, sample: int, show: int) -> Inspection:
+    """Look at `dataset` and `val_dataset` as `load_datasets` would read them.
+
+    Args:
+        config: as for `load_datasets`.
+        tokenizer: a fast Hugging Face tokenizer.
+        sample: how many rows of each part are tokenized; 0 takes all.
+        show: how many rows are rendered, spread evenly over the part.
+
+    Raises:
+        SwiftFP8Error: what reading and tokenizing raise; bad rows are reported instead.
+    """
+    train = read_examples(config.dataset, config, "dataset")
+    part, digests = _inspect(train, tokenizer, config, "dataset", sample, show)
+    if not config.val_dataset:
+        return Inspection(train=part, eval=None, leaked=0)
+    held = read_examples(config.val_dataset, config, "val_dataset")
+    held_part, held_digests = _inspect(held, tokenizer, config, "val_dataset", sample, show)
+    known = set(digests)
+    leaked = sum(digest in known for digest in held_digests)
+    return Inspection(train=part, eval=held_part, leaked=leaked)
+
+
+def _inspect(
+    rows: Converted, tokenizer: Any, config: Config, name: str, sample: int, show: int
+) -> tuple[PartInspection, list[bytes]]:
+    examples = rows.examples
+    digests = [_digest(example) for example in examples]
+    first: dict[bytes, int] = {}
+    repeated = []
+    for index, digest in enumerate(digests):
+        if first.setdefault(digest, index) != index:
+            repeated.append(index)
+    drawn: Sequence[Example] = examples
+    if 0 < sample < len(examples):
+        chosen = sorted(random.Random(config.seed).sample(range(len(examples)), sample))
+        drawn = [examples[index] for index in chosen]
+    pairs, bad = _tokenize(drawn, tokenizer, config)
+    return PartInspection(
+        name=name,
+        sources=rows.sources,
+        rows=len(examples),
+        total=rows.total,
+        bad=(*rows.bad, *bad),
+        duplicates=len(repeated),
+        pairs=tuple(
+            (examples[k].where, examples[first[digests[k]]].where) for k in repeated[:_PAIRS_SHOWN]
+        ),
+        sampled=len(drawn),
+        max_length=config.max_length,
+        lengths=np.array([len(ids) for ids, _ in pairs], dtype=np.int64),
+        trained=np.array([np.count_nonzero(y != MASKED) for _, y in pairs], dtype=np.int64),
+        fitted=fit_rows(pairs, config.max_length, config.data.truncation),
+        shown=tuple(_show(examples, tokenizer, config, show)),
+    ), digests
+
+
+def _digest(example: Example) -> bytes:
+    said = repr((example.content, example.tools)).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(said, digest_size=16).digest()
+
+
+def _tokenize(
+    examples: Sequence[Example], tokenizer: Any, config: Config
+) -> tuple[list[Pair], list[BadPlace]]:
+    """Whole rows, however long."""
+    settings = replace(tokenize_settings(config), max_length=_UNLIMITED)
+    pairs: list[Pair] = []
+    bad: list[BadPlace] = []
+    for done in tokenize_rows(examples, tokenizer, settings):
+        pairs += done.fitted.pairs
+        bad += done.bad
+    return pairs, bad
+
+
+def _show(
+    examples: Sequence[Example], tokenizer: Any, config: Config, count: int
+) -> list[ShownRow]:
+    count = min(count, len(examples))
+    shown = []
+    for k in range(count):
+        example = examples[k * len(examples) // count]
+        pairs, _ = _tokenize([example], tokenizer, config)
+        for ids, labels in pairs:
+            cut = max(0, len(ids) - config.max_length)
+            runs = _runs(ids[: config.max_length], labels[: config.max_length], tokenizer)
+            shown.append(
+                ShownRow(
+                    where=example.where,
+                    runs=tuple(runs),
+                    tokens=len(ids),
+                    trained=int(np.count_nonzero(labels != MASKED)),
+                    cut=cut,
+                )
+            )
+    return shown
+
+
+def _runs(ids: np.ndarray, labels: np.ndarray, tokenizer: Any) -> list[Run]:
+    trained = labels != MASKED
+    edges = np.flatnonzero(np.diff(trained)) + 1
+    starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(ids)]
+    return [
+        Run(
+            text=tokenizer.decode(
+                ids[a:b].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ),
+            trained=bool(trained[a]),
+        )
+        for a, b in zip(starts, ends, strict=True)
+    ]
