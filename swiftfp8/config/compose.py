@@ -247,12 +247,19 @@ def _keys_of_options(choices: Mapping[str, str]) -> Iterator[Override]:
 
 
 def _notes(config: Config, provenance: Mapping[str, str]) -> tuple[str, ...]:
-    if config.precision.interval is None:
-        return ()
-    return (
-        f"precision.interval={config.precision.interval} ({provenance['precision.interval']}) has "
-        "no effect: Transformer Engine no longer has this option",
-    )
+    notes = []
+    if config.precision.interval is not None:
+        notes.append(
+            f"precision.interval={config.precision.interval} ({provenance['precision.interval']}) "
+            "has no effect: Transformer Engine no longer has this option"
+        )
+    optim, origin = config.optim, provenance["optim.min_lr_ratio"]
+    if origin != SCHEMA_DEFAULT and optim.lr_scheduler_type != "cosine_with_min_lr":
+        notes.append(
+            f"optim.min_lr_ratio={optim.min_lr_ratio} ({origin}) has no effect: only "
+            f"lr_scheduler_type=cosine_with_min_lr has a lowest rate, not {optim.lr_scheduler_type}"
+        )
+    return tuple(notes)
 
 
 def _apart(members: list[Composed]) -> list[Composed]:

@@ -165,6 +165,14 @@ def test_interval_is_noted() -> None:
     assert "no longer" in composed.notes[0] and "command line" in composed.notes[0]
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "cosine_with_min_lr"])
+def test_a_lowest_rate_that_the_schedule_does_not_know_is_noted(schedule: str) -> None:
+    tokens = ["optim.min_lr_ratio=0.2", f"optim.lr_scheduler_type={schedule}"]
+    notes = compose_config(None, tokens).notes
+    assert any("min_lr_ratio=0.2" in note for note in notes) == (schedule == "cosine")
+    assert compose_config(None, tokens[1:]).notes == ()
+
+
 def test_missing_inputs_are_named_together() -> None:
     with pytest.raises(SwiftFP8Errors) as caught:
         require_inputs(compose_config(None))
