@@ -180,6 +180,8 @@ class ExportConfig:
     """Held-out text on which the export is compared with its BF16 merge (perplexity, KL, top-1)."""
     fidelity_tokens: Positive = 4096
     """How many tokens of it are read."""
+    min_survival: Fraction = 0.8
+    """Smallest share of an adapter's update that must survive being merged into an FP8 base."""
     overwrite: bool = False
     """Replace an existing export directory."""
 

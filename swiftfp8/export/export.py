@@ -22,6 +22,7 @@ from rich.progress import (
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.calibrate import calibration_text
 from swiftfp8.export.calibrate_stage import CalibrationRows, calibrated
 from swiftfp8.export.checkpoint_io import parse_size
 from swiftfp8.export.fidelity import Fidelity, measure_fidelity
@@ -40,6 +41,7 @@ from swiftfp8.export.source import Source, open_source
 from swiftfp8.export.staging import check_target, staged
 from swiftfp8.export.stops import add_turn_ends
 from swiftfp8.export.structure import TOKENIZER
+from swiftfp8.export.survival import require_survival
 from swiftfp8.export.targets import (
     format_warnings,
     pick_format,
@@ -98,7 +100,7 @@ def export_checkpoint(
     source = open_source(model_dir, adapter_dir, trust_remote_code=context.trust_remote_code)
     export_format, options, layout, why = _describe(source, settings, context.keep)
     if getattr(export_format, "STATIC_INPUTS", False):
-        options = replace(options, input_amax=_input_amax(source, layout, settings, context, texts))
+        options = replace(options, input_amax=_input_amax(source, layout, settings, context))
         layout = export_format.describe(source, options)
     with (
         calibrated(
@@ -114,6 +116,7 @@ def export_checkpoint(
         with _progress(source.nbytes, context.console) as advance:
             job = WriteJob(max_shard_bytes=max_shard_bytes, device=context.device, advance=advance)
             errors = export_format.write(source, layout, partial, job)
+        require_survival(errors, settings.min_survival)
         if layout.config is not None:
             write_config(source.layers.config, layout.config, partial)
         copy_companions(model_dir, adapter_dir, partial, model=layout.config is not None)
@@ -187,23 +190,20 @@ def _describe(
 
 
 def _input_amax(
-    source: Source,
-    layout: Layout,
-    settings: ExportConfig,
-    context: ExportContext,
-    texts: list[Path],
+    source: Source, layout: Layout, settings: ExportConfig, context: ExportContext
 ) -> Mapping[str, float]:
-    adapter = source.checkpoint.adapter
-    own = adapter is not None and has_tokenizer(adapter.directory)
-    with context.console.status("measuring how large activations get"):
-        return measure_input_amax(
-            source,
-            layout,
-            files=texts,
-            tokens=settings.fidelity_tokens,
-            tokenizer_dir=adapter.directory if adapter and own else source.directory,
-            device=context.device,
+    if context.calibration_rows is None:
+        raise SwiftFP8Error(
+            f"the format {layout.format} needs rows, to measure how large activations get",
+            where="export.calibration_dataset",
+            fix="give a few hundred rows: export.calibration_dataset=[FILE] (a run has its own)",
         )
+    with context.console.status("measuring how large activations get"):
+        rows = context.calibration_rows()
+        text = calibration_text(
+            rows.rows, settings.calibration_tokens, seed=rows.seed, first_token=rows.first_token
+        )
+        return measure_input_amax(source, layout, text.windows_BT, device=context.device)
 
 
 def _as_source(faults: list[Fault], *inputs: Path | None) -> list[Fault]:

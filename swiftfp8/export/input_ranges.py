@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.fidelity import read_texts, text_windows
 from swiftfp8.export.layers import fused_siblings
 from swiftfp8.export.layout import Layout
 from swiftfp8.export.source import Source, build_model
@@ -21,24 +18,15 @@ _FLOOR = 1e-6  # an input that was always zero still needs a scale
 def measure_input_amax(
     source: Source,
     layout: Layout,
+    windows_BT: Tensor,
     *,
-    files: Sequence[Path],
-    tokens: int,
-    tokenizer_dir: Path,
     device: str = "cpu",
 ) -> dict[str, float]:
-    """Largest magnitude of every FP8 linear's input over the text; fused siblings share one.
+    """Largest magnitude of every FP8 linear's input over token ids; fused siblings share one.
 
     Raises:
-        SwiftFP8Error: no text, too little of it, or linears that no module of the model is.
+        SwiftFP8Error: linears that no module of the model is.
     """
-    if not files:
-        raise SwiftFP8Error(
-            f"the format {layout.format} needs text, to measure how large activations get",
-            where="export.fidelity_dataset",
-            fix="give text or rows: export.fidelity_dataset=[rows.jsonl]",
-        )
-    windows_BT = text_windows(read_texts(files), tokens, tokenizer_dir)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     merged = ((name, source.merged(name)) for name in source.tensors)
     model = build_model(source, merged, dtype=dtype, device=device)

@@ -77,12 +77,16 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerError:
-    """What quantization cost one weight: ||Q - W|| / ||W|| and the same as SQNR in dB."""
+    """What quantization cost one weight: ||Q - W|| / ||W|| and the same as SQNR in dB.
+
+    `survival` is the share of an adapter's update that is left, where the base was FP8 already.
+    """
 
     name: str
     shape: tuple[int, ...]
     relative_error: float
     sqnr_db: float
+    survival: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import TensorSpec, read_header, read_json
-from swiftfp8.export.fp8_reader import TensorReader
+from swiftfp8.export.fp8_reader import DequantizingReader, TensorReader
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -73,6 +73,15 @@ class MergedCheckpoint:
     def changed(self, name: str) -> bool:
         """True where the adapter changes this tensor."""
         return name in self._updates or name in self._replaced
+
+    def update(
+        self, name: str, start: int, stop: int, device: torch.device | str = "cpu"
+    ) -> Tensor | None:
+        """Rows of LoRA's update where the base stores FP8, whose rounding may swallow it."""
+        fp8 = isinstance(self.base, DequantizingReader) and name in self.base.quantized
+        return (
+            self._updates[name].rows(start, stop, device) if fp8 and name in self._updates else None
+        )
 
     def rows(
         self,

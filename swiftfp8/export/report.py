@@ -101,6 +101,10 @@ class ExportReport:
                     f"error {c.rounded:.2%} -> {c.calibrated:.2%}",
                 )
             )
+        shares = [layer.survival for layer in self.layers if layer.survival is not None]
+        if shares:
+            mean = sum(shares) / len(shares)
+            rows.append(("update left", f"{mean:.0%} of the adapter's, {min(shares):.0%} at least"))
         if self.kept:
             counts = Counter(self.kept.values()).most_common()
             reasons = "; ".join(f"{count} {reason}" for reason, count in counts)

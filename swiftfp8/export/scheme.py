@@ -37,6 +37,7 @@ from swiftfp8.export.quantize import (
     require_finite,
 )
 from swiftfp8.export.source import Source
+from swiftfp8.export.survival import SurvivalMeter
 
 INPUT_SCALE = "input_scale"
 
@@ -157,9 +158,15 @@ def _write(
     shared: Mapping[str, Tensor],
 ) -> LayerError:
     meter = ErrorMeter()
+    survival = SurvivalMeter()
     scales = []
+    row = 0
     for exact, quantized in _quantized(scheme, source, layout, name, job.device, shared):
         meter.add(exact, quantized)
+        update = source.checkpoint.update(name, row, row + exact.shape[0], job.device)
+        if update is not None:
+            survival.add(exact, update, quantized)
+        row += exact.shape[0]
         writer.write(name, quantized.data)
         scales.append(quantized.scale.cpu())
     scale = shared[name] if name in shared else torch.cat(scales)
@@ -173,6 +180,7 @@ def _write(
         shape=source.tensors[name].shape,
         relative_error=meter.relative_error,
         sqnr_db=meter.sqnr_db,
+        survival=survival.share,
     )
 
 

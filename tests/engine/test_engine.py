@@ -24,7 +24,8 @@ from export_kit import save_model, save_tokenizer
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.export import export_checkpoint, find_format
+from swiftfp8.export.calibrate_stage import CalibrationRows
+from swiftfp8.export.export import ExportContext, export_checkpoint, find_format
 from swiftfp8.export.layout import FormatOptions
 from swiftfp8.export.report import ExportReport
 from swiftfp8.export.source import build_model, open_source
@@ -61,7 +62,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-TEXT = "one two three four five six seven eight nine ten " * 8
 WORKER = Path(__file__).with_name("vllm_worker.py")
 
 
@@ -87,15 +87,19 @@ def exported(root: Path, model: str, name: str) -> Exported:
     if not base.exists():
         save_model(base, family, initializer_range=0.05, **changes)
         save_tokenizer(base)
-        (base / "text.txt").write_text(TEXT)
     directory = root / f"{model}-{name}"
-    texts = [str(base / "text.txt")] if name == "modelopt" else []
-    settings = ExportConfig(format=name, fidelity_dataset=texts, fidelity_tokens=64)
+    settings = ExportConfig(format=name, calibration_tokens=256)
+    context = ExportContext(calibration_rows=calibration_rows)
     try:
-        report = export_checkpoint(base, None, directory, settings)
+        report = export_checkpoint(base, None, directory, settings, context)
     except SwiftFP8Error as error:
         return Exported(base, directory, None, error)
     return Exported(base, directory, report, None)
+
+
+def calibration_rows() -> CalibrationRows:
+    rows = torch.randint(300, (16, 32), generator=torch.Generator().manual_seed(1)).tolist()
+    return CalibrationRows(rows=rows, first_token=None, seed=0)
 
 
 @functools.cache

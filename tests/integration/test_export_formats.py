@@ -11,8 +11,15 @@ from test_export import save_adapter
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.export import export_checkpoint
+from swiftfp8.export.calibrate_stage import CalibrationRows
+from swiftfp8.export.export import ExportContext, export_checkpoint
 from swiftfp8.export.verify import verify_directory
+
+WITH_ROWS = ExportContext(
+    calibration_rows=lambda: CalibrationRows(
+        rows=[list(range(n, n + 40)) for n in range(10, 250, 8)], first_token=None, seed=0
+    )
+)
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "qwen3_moe"])
@@ -58,13 +65,11 @@ def test_fp8_says_who_checked_it_and_who_reads_nonsense(tmp_path: Path) -> None:
 def test_modelopt_measures_its_input_scales(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", "qwen3")
     save_tokenizer(base)
-    text = tmp_path / "text.txt"
-    text.write_text("one two three four five six seven eight nine ten " * 8)
-    with pytest.raises(SwiftFP8Error, match="needs text"):
-        export_checkpoint(base, None, tmp_path / "export", ExportConfig(format="modelopt"))
-    settings = ExportConfig(format="modelopt", fidelity_dataset=[str(text)], fidelity_tokens=32)
-    report = export_checkpoint(base, None, tmp_path / "export", settings)
-    assert report.read_back and report.fidelity
+    settings = ExportConfig(format="modelopt", calibration_tokens=256)
+    with pytest.raises(SwiftFP8Error, match="needs rows"):
+        export_checkpoint(base, None, tmp_path / "export", settings)
+    report = export_checkpoint(base, None, tmp_path / "export", settings, WITH_ROWS)
+    assert report.read_back
     stored = load_file(str(tmp_path / "export" / "model.safetensors"))
     prefix = "model.layers.0.self_attn."
     scales = [stored[f"{prefix}{name}_proj.input_scale"] for name in "qkv"]
@@ -82,11 +87,9 @@ def test_modelopt_measures_its_input_scales(tmp_path: Path) -> None:
 def test_modelopt_of_a_mixture_is_refused_before_writing(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", "qwen3_moe")
     save_tokenizer(base)
-    text = tmp_path / "text.txt"
-    text.write_text("one two three " * 30)
-    settings = ExportConfig(format="modelopt", fidelity_dataset=[str(text)], fidelity_tokens=32)
+    settings = ExportConfig(format="modelopt", calibration_tokens=256)
     with pytest.raises(SwiftFP8Error, match="experts run as one module"):
-        export_checkpoint(base, None, tmp_path / "export", settings)
+        export_checkpoint(base, None, tmp_path / "export", settings, WITH_ROWS)
     assert not (tmp_path / "export").exists()
 
 

@@ -2,7 +2,7 @@
 
 A quantized linear has `<name>.weight` [N, K] in e4m3, `<name>.weight_scale` [] (the same for q, k
 and v and for gate and up) and `<name>.input_scale` [], both float32. Input scales are the largest
-magnitude seen on real text / 448, so this format needs text. hf_quant_config.json says so to
+magnitude seen on real rows / 448, so this format needs rows. hf_quant_config.json says so to
 TensorRT-LLM, SGLang and vLLM, and config.json says the same in newer words. transformers knows
 neither and loads nonsense without a word.
 """
