@@ -67,11 +67,13 @@ def advice(hardware: Hardware, *, driver: str | None) -> list[str]:
                 hardware.te_reason,
                 f"It must fit torch's CUDA ({hardware.cuda_version}) and find its libraries; "
                 f"install it again: {install_hint(hardware.cuda_version)}",
+                _from_source(hardware),
             ]
         if hardware.te_version is not None:
             return [str(hardware.why_not("fp8_current"))]
         return [
             f"Install Transformer Engine: {install_hint(hardware.cuda_version)}",
+            _from_source(hardware),
             "(the GPU can do FP8; a torch built for CUDA and a CUDA toolkit must be there first)",
         ]
     if hardware.device == "cpu" and driver is not None and hardware.probed:
@@ -84,6 +86,10 @@ def advice(hardware: Hardware, *, driver: str | None) -> list[str]:
         "Training works here without it: dtype=fp8 falls back, and says so.",
         "precision.emulate=true runs FP8's numerics on any device, without its speed.",
     ]
+
+
+def _from_source(hardware: Hardware) -> str:
+    return f"In a checkout of the source: {install_hint(hardware.cuda_version, checkout=True)}"
 
 
 def nvidia_driver() -> str | None:

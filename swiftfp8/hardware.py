@@ -127,10 +127,14 @@ def parse_hardware(text: str) -> Hardware:
     return _given(*PRESETS[key])
 
 
-def install_hint(cuda_version: str | None) -> str:
-    """The command that installs Transformer Engine for the CUDA that torch was built for."""
+def install_hint(cuda_version: str | None, *, checkout: bool = False) -> str:
+    """The command that installs Transformer Engine for the CUDA that torch was built for.
+
+    `checkout`: the one for a checkout of the source.
+    """
     major = (cuda_version or "13").split(".")[0]
-    return f"pip install --no-build-isolation 'swiftfp8[te-cu{major}]'"
+    package = "-e '." if checkout else "'swiftfp8"
+    return f"pip install --no-build-isolation {package}[te-cu{major}]'"
 
 
 def sm_text(sm: tuple[int, int]) -> str:

@@ -46,7 +46,8 @@ def without_te(reason: str) -> Hardware:
 def test_missing_transformer_engine_names_the_extra_of_torch_s_cuda() -> None:
     text, code = text_and_code(without_te("Transformer Engine is not installed"))
     assert code == NOT_READY
-    assert "swiftfp8[te-cu12]" in text
+    assert "pip install --no-build-isolation 'swiftfp8[te-cu12]'" in text
+    assert "checkout of the source: pip install --no-build-isolation -e '.[te-cu12]'" in text
 
 
 def test_a_broken_transformer_engine_is_quoted() -> None:
@@ -54,6 +55,7 @@ def test_a_broken_transformer_engine_is_quoted() -> None:
     lines = advice(without_te(reason), driver="580.1")
     assert lines[0] == reason
     assert "torch's CUDA (12.8)" in lines[1]
+    assert "-e '.[te-cu12]'" in lines[2]
 
 
 def test_a_driver_that_torch_does_not_use() -> None:
