@@ -56,7 +56,7 @@ def chat(
     console = console or Console()
     sampling = sampling or Sampling()
     _check(sampling)
-    tokenizer = load_chat_tokenizer(adapter_dir, model_dir)
+    tokenizer = load_chat_tokenizer(adapter_dir, model_dir, trust_remote_code=trust_remote_code)
     with console.status("loading the model"):
         model = load_for_chat(model_dir, adapter_dir, trust_remote_code=trust_remote_code)
     opening = [{"role": "system", "content": system}] if system else []
@@ -96,7 +96,7 @@ def load_for_chat(
     return model.to(device).eval()
 
 
-def load_chat_tokenizer(*directories: Path | None) -> Any:
+def load_chat_tokenizer(*directories: Path | None, trust_remote_code: bool = False) -> Any:
     """The tokenizer of the first directory that has one; it must have a chat template."""
     from transformers import AutoTokenizer
 
@@ -105,7 +105,16 @@ def load_chat_tokenizer(*directories: Path | None) -> Any:
     given = [directory for directory in directories if directory is not None]
     for directory in given:
         if has_tokenizer(directory):
-            tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+            try:
+                tokenizer: Any = AutoTokenizer.from_pretrained(
+                    directory, trust_remote_code=trust_remote_code
+                )
+            except (OSError, ValueError) as error:
+                raise SwiftFP8Error(
+                    f"the tokenizer can't be read: {str(error).splitlines()[0]}",
+                    where=str(directory),
+                    fix="set trust_remote_code=true if it has code of its own that you have read",
+                ) from error
             if not tokenizer.chat_template:
                 raise SwiftFP8Error(
                     "the tokenizer has no chat template",

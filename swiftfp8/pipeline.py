@@ -138,6 +138,7 @@ def verify(request: VerifyRequest, *, console: Console | None = None) -> bool:
 
 def infer(request: InferRequest) -> None:
     """Chat with a run, an adapter on its base, or an export; the reply is streamed."""
+    from swiftfp8.config.compose import read_resolved
     from swiftfp8.export.request import locate
     from swiftfp8.infer import Sampling, chat
 
@@ -147,6 +148,7 @@ def infer(request: InferRequest) -> None:
         adapter=request.adapter,
         checkpoint=request.checkpoint,
     )
+    trusted = request.run is not None and read_resolved(Path(request.run)).trust_remote_code
     chat(
         model_dir,
         adapter_dir,
@@ -159,7 +161,7 @@ def infer(request: InferRequest) -> None:
             seed=request.seed,
             enable_thinking=request.enable_thinking,
         ),
-        trust_remote_code=request.trust_remote_code,
+        trust_remote_code=request.trust_remote_code or trusted,
     )
 
 

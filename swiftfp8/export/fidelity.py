@@ -57,7 +57,9 @@ def measure_fidelity(
     Raises:
         SwiftFP8Error: a file that can't be read or holds too little text, no tokenizer.
     """
-    windows_BT = text_windows(read_texts(files), tokens, tokenizer_dir)
+    windows_BT = text_windows(
+        read_texts(files), tokens, tokenizer_dir, trust_remote_code=source.trust_remote_code
+    )
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     vocab = int(source.layers.config.get("vocab_size", 1 << 18))
     positions = windows_BT.numel()
@@ -98,12 +100,16 @@ def read_texts(files: Sequence[Path]) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-def text_windows(texts: Sequence[str], tokens: int, tokenizer_dir: Path) -> Tensor:
+def text_windows(
+    texts: Sequence[str], tokens: int, tokenizer_dir: Path, *, trust_remote_code: bool = False
+) -> Tensor:
     """Token ids [B, T] of the texts joined, T <= 512, each window opened by BOS if there is one."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+        tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer_dir, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise SwiftFP8Error(
             "export.fidelity_dataset needs a tokenizer, and none can be loaded",

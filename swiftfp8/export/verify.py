@@ -101,7 +101,8 @@ def verify_reload(
         RunFailed: a parameter or the logits differ, or the process could not load the export.
     """
     model = build_model(source, export_format.reference(source, layout))
-    ids = token_ids(directory, int(model.config.get_text_config().vocab_size))
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    ids = token_ids(directory, vocab_size, trust_remote_code=source.trust_remote_code)
     expected, expected_sums = forward_logits(model, ids), checksums(model)
     del model
     logits, facts = _reload(directory, ids, source.trust_remote_code)
@@ -159,7 +160,7 @@ def verify_read_back(
     return ReadBack(tensors=tensors, obstacle=obstacle)
 
 
-def token_ids(directory: Path, vocab_size: int) -> Tensor:
+def token_ids(directory: Path, vocab_size: int, *, trust_remote_code: bool = False) -> Tensor:
     """Token ids [B, 32]: random ones by a fixed seed, and a real text where a tokenizer is."""
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(vocab_size, (_ROWS, _LENGTH), generator=generator)
@@ -167,7 +168,7 @@ def token_ids(directory: Path, vocab_size: int) -> Tensor:
         return ids
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     text = tokenizer(_TEXT)["input_ids"]
     text = (text * _LENGTH)[:_LENGTH]
     if not text or max(text) >= vocab_size:
