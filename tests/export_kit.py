@@ -50,10 +50,11 @@ def tiny_model(family: str, **changes: object) -> PreTrainedModel:
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.1)
     elif family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**options, tie_word_embeddings=False))
+        untied = {"tie_word_embeddings": False}
+        model = Qwen3ForCausalLM(Qwen3Config(**{**untied, **options}))
     elif family == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-        config = Qwen3MoeConfig(**{**experts, **options}, tie_word_embeddings=False)
+        config = Qwen3MoeConfig(**{**experts, "tie_word_embeddings": False, **options})
         model = Qwen3MoeForCausalLM(config)
     else:
         model = Gemma3ForCausalLM(Gemma3TextConfig(**options))

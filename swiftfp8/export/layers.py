@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ class ModelLayers:
 
     Kinds: "linear", "head", "router". `experts` are modules that hold several experts, whose
     weights a checkpoint stores one by one. `keep_fp32` are patterns of parameters that the class
-    wants in float32. `tied` maps tensors that repeat another one to that other one.
+    wants in float32. `tied` maps tensors that repeat another one to that other one. Where the
+    class names a module in another way than checkpoints do, both names are there, and `aliases`
+    maps the checkpoint's to the class's.
     """
 
     config: Mapping[str, Any]
@@ -44,6 +46,7 @@ class ModelLayers:
     experts: tuple[str, ...]
     keep_fp32: tuple[str, ...]
     tied: Mapping[str, str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,13 +254,35 @@ def _layers_of(model: Any, raw: Mapping[str, Any]) -> ModelLayers:
         elif name.rpartition(".")[2] in _ROUTERS and _has_matrix(module):
             linears[name] = "router"
     keep = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    tied = _tied(model)
+    stored = _stored_names(model, [*(f"{name}.weight" for name in linears), *tied.values()])
+    aliases = {
+        stored[f"{name}.weight"].removesuffix(".weight"): name
+        for name in linears
+        if stored.get(f"{name}.weight", f"{name}.weight") != f"{name}.weight"
+    }
     return ModelLayers(
         config=raw,
-        linears=linears,
+        linears=linears | {alias: linears[name] for alias, name in aliases.items()},
         experts=tuple(experts),
         keep_fp32=tuple(sorted(keep)),
-        tied=_tied(model),
+        tied=tied | {stored.get(a, a): stored.get(b, b) for a, b in tied.items()},
+        aliases=aliases,
     )
+
+
+def _stored_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """The names that checkpoints use for parameters, where transformers renames while loading."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = {}
+    for name in names:
+        if name in parameters:
+            reverted = list(revert_weight_conversion(model, {name: parameters[name]}))
+            if len(reverted) == 1:
+                found[name] = reverted[0]
+    return found
 
 
 def _has_matrix(module: Any) -> bool:

@@ -84,6 +84,7 @@ def describe_weights(
     quantized = frozenset(f"{d.name}.weight" for d in decisions if d.quantize)
     if not quantized:
         reasons = sorted({d.reason for d in decisions if d.reason != "output head"})
+        reasons = reasons or ["its weights have other names than transformers expects"]
         raise SwiftFP8Error(
             f"no linear of this model can be FP8 in the format {scheme.format}: "
             f"{'; '.join(reasons[:3])}",
@@ -142,10 +143,15 @@ def reference_weights(
 
 
 def kept_names(source: Source, decisions: Sequence[Decision]) -> list[str]:
-    """Full names of the linears that stay in BF16, the head always and first."""
-    heads = {name for name, kind in source.layers.linears.items() if kind == "head"}
+    """Full names of the linears that stay in BF16, the head always and first.
+
+    Where transformers' classes have another name for a module, both are listed.
+    """
+    layers = source.layers
+    heads = {name for name, kind in layers.linears.items() if kind == "head"}
     kept = [d.name for d in decisions if not d.quantize and d.name not in heads]
-    return [*sorted(heads or {"lm_head"}), *kept]
+    other_names = [layers.aliases[name] for name in kept if name in layers.aliases]
+    return [*sorted(heads or {"lm_head"}), *kept, *other_names]
 
 
 def _write(

@@ -8,6 +8,7 @@ import torch
 from export_kit import save_model, save_tokenizer
 from safetensors.torch import load_file
 from test_export import save_adapter
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
@@ -116,3 +117,28 @@ def test_auto_takes_channels_for_a_model_of_odd_width(tmp_path: Path) -> None:
     assert report.format == "compressed_tensors"
     assert report.quantized == 14
     assert "0% of the linear weights fit 128x128 blocks" in report.format_reason
+
+
+def test_a_multimodal_model_keeps_its_vision_and_loads_under_both_names(tmp_path: Path) -> None:
+    """Gemma 3's checkpoints name modules in another way than its class: both names are listed."""
+    torch.manual_seed(0)
+    text = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    text |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    vision = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299
+    )
+    model = Gemma3ForConditionalGeneration(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    report = export_checkpoint(tmp_path / "base", None, tmp_path / "export", ExportConfig())
+    assert report.reload and report.reload.bit_equal
+    assert (report.format, report.quantized) == ("fp8_block", 7)
+    stored = load_file(str(tmp_path / "export" / "model.safetensors"))
+    fp8 = {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert all(name.startswith("language_model.model.layers.0.") for name in fp8)
+    section = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
+    listed = section["modules_to_not_convert"]
+    kept = "vision_tower.encoder.layers.0.mlp.fc1"
+    assert {kept, f"model.{kept}", "lm_head", "language_model.lm_head"} <= set(listed)
+    assert verify_directory(tmp_path / "export")[0].where == "tokenizer"
