@@ -67,7 +67,7 @@ def test_packs_are_what_steps_and_epochs_count_and_filling_is_no_token(tmp_path,
     counted = []
     done = Meter.step_done
     monkeypatch.setattr(
-        Meter, "step_done", lambda self, loss, n: (counted.append(n), done(self, loss, n))
+        Meter, "step_done", lambda self, loss, n, **_: (counted.append(n), done(self, loss, n))
     )
     config = make_config(max_steps=-1, num_train_epochs=2.0, packing=True)
     result, _ = train(tmp_path, config, rows=packs)
