@@ -78,6 +78,9 @@ def load_for_chat(
     model_class: Any = AutoModelForCausalLM
     device, dtype = _placement()
     config, quantization = _read_config(model_dir, trust_remote_code)
+    if _is_fp8_without_blocks(config):
+        model = _dequantized(model_dir, dtype, trust_remote_code)
+        return (_with_adapter(model, adapter_dir) if adapter_dir else model).to(device).eval()
     try:
         with quiet_transformers():
             model = model_class.from_pretrained(
@@ -290,6 +293,25 @@ def _read_config(model_dir: Path, trust_remote_code: bool) -> tuple[Any, dict[st
         modules_to_not_convert=section.get("modules_to_not_convert"),
     )
     return config, {"quantization_config": options}
+
+
+def _is_fp8_without_blocks(config: Any) -> bool:
+    """FP8 that transformers reads without its scales, or with a package that may not be there."""
+    from swiftfp8.export.layers import is_fp8
+
+    section = getattr(config, "quantization_config", None)
+    if not isinstance(section, dict) or not is_fp8(section):
+        return False
+    return not section.get("weight_block_size")
+
+
+def _dequantized(model_dir: Path, dtype: Any, trust_remote_code: bool) -> Any:
+    """The model that FP8 files stand for, by swiftfp8's own reader."""
+    from swiftfp8.export.source import build_model, open_source
+
+    source = open_source(model_dir, trust_remote_code=trust_remote_code)
+    weights = ((name, source.merged(name)) for name in source.tensors)
+    return build_model(source, weights, dtype=dtype)
 
 
 def _with_adapter(model: Any, adapter_dir: Path) -> Any:

@@ -53,6 +53,7 @@ REFUSED = {
 NO_KERNEL = {
     "Unsupported FP8 MoE backend": "vLLM has no CPU kernel for FP8 experts",
     "static_scaled_fp8_quant() expected": "vLLM has no CPU kernel for one scale per weight",
+    "no attribute 'silu_and_mul_quant'": "vLLM has no CPU kernel for static activation scales",
 }
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from swiftfp8 import __version__
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import read_json
 from swiftfp8.export.files import MODELOPT_CONFIG
@@ -100,7 +101,7 @@ def _section(source: Source, decisions: tuple[Decision, ...]) -> dict[str, Any]:
     section = {
         "quant_method": "modelopt",
         "quant_algo": "FP8",
-        "producer": {"name": "modelopt", "version": "swiftfp8"},
+        "producer": {"name": "swiftfp8", "version": __version__},
         "ignore": kept_names(source, decisions),
     }
     return {"quantization_config": section}
