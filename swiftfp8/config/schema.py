@@ -180,6 +180,12 @@ class ExportConfig:
     """Held-out text on which the export is compared with its BF16 merge (perplexity, KL, top-1)."""
     fidelity_tokens: Positive = 4096
     """How many tokens of it are read."""
+    calibrate: bool = False
+    """Choose the rounding of every FP8 linear by its output on real rows (`fp8_block` only)."""
+    calibration_dataset: Sources = Field(default_factory=list)
+    """Rows for it, named as in `dataset`; left out, those that the run was trained on."""
+    calibration_tokens: Positive = 16384
+    """How many tokens of them are used."""
     min_survival: Fraction = 0.8
     """Smallest share of an adapter's update that must survive being merged into an FP8 base."""
     overwrite: bool = False

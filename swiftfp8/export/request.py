@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from swiftfp8.config.compose import apply_overrides, read_resolved
 from swiftfp8.config.schema import Config, ExportConfig
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.calibrate_stage import read_calibration_rows
 from swiftfp8.export.checkpoint_io import parse_size
 from swiftfp8.export.export import ExportContext, check_export
 from swiftfp8.export.locate import locate_run
@@ -59,6 +61,7 @@ def resolve_request(
             keep=_kept_by_family(model_dir),
             device=_fastest_device(),
             trust_remote_code=config.trust_remote_code,
+            calibration_rows=partial(read_calibration_rows, config, model_dir, adapter_dir),
             console=console,
         ),
     )
