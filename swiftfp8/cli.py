@@ -15,7 +15,7 @@ from swiftfp8 import __version__
 from swiftfp8.cli_config import config_app
 from swiftfp8.cli_data import data_app
 from swiftfp8.cli_tokens import Tokens, check_keys, read_values
-from swiftfp8.failures import guarded
+from swiftfp8.failures import guarded, interrupt_on_sigterm
 
 if TYPE_CHECKING:
     from swiftfp8.config.compose import Composed
@@ -37,6 +37,7 @@ SOURCE_KEYS = ("run", "model", "adapter", "checkpoint")
 
 def main() -> None:
     """Run the command line."""
+    interrupt_on_sigterm()
     app(prog_name="swiftfp8")
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import ParamSpec
 
 import typer
@@ -39,6 +41,19 @@ def guarded(command: Callable[P, int | None]) -> Callable[P, None]:
             raise typer.Exit(code)
 
     return run
+
+
+def interrupt_on_sigterm() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, so that what was begun is removed."""
+    own = os.getpid()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == own:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)  # a helper process that inherited this handler
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, on_signal)
 
 
 def report(error: BaseException) -> int:

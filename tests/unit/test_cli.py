@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from swiftfp8 import cli, pipeline
 from swiftfp8.errors import RunFailed, SwiftFP8Error
+from swiftfp8.failures import guarded, interrupt_on_sigterm
 from swiftfp8.requests import ExportRequest, InferRequest
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli.txt"
@@ -251,6 +255,34 @@ def test_it_imports_nothing_heavy(arguments: tuple[str, ...], absent: tuple[str,
     imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines()}
     assert "swiftfp8.cli" in imported
     assert not {name for name in imported if name.split(".")[0] in absent}
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]) -> None:
+    cleaned = []
+
+    @guarded
+    def command() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            cleaned.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        interrupt_on_sigterm()
+        with pytest.raises(typer.Exit) as caught:
+            command()
+        helper = os.fork()
+        if not helper:  # a helper process that inherits the handler dies as before
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        status = os.waitpid(helper, 0)[1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught.value.exit_code == 130 and cleaned
+    assert "interrupted" in capsys.readouterr().err
+    assert os.WTERMSIG(status) == signal.SIGTERM
 
 
 def test_the_real_command_exits_2_on_a_mistake(folder: Path) -> None:
