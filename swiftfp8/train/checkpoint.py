@@ -209,11 +209,12 @@ def _cannot_write(run_dir: Path, target: Path, error: Exception) -> RunFailed:
         free = f"{shutil.disk_usage(run_dir).free / 2**30:.1f} GiB free"
     except OSError:
         free = "free space unknown"
+    again = f"resume with resume_from_checkpoint={newest}" if newest else "start the run again"
     return RunFailed(
         f"could not write {target.name}: {reason} ({free}); {kept}",
         where=str(target),
         fix="make room on the disk (a lower train.save_total_limit keeps fewer checkpoints), then "
-        f"resume with resume_from_checkpoint={newest or run_dir}",
+        + again,
     )
 
 

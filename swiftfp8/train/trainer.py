@@ -274,9 +274,12 @@ def _failed(error: Exception, step: int, run_dir: Path) -> RunFailed:
 
 @contextmanager
 def _finishing(display: Display, log: RunLog, run_dir: Path, *, images: bool) -> Iterator[None]:
-    """Close what is open and draw the pictures, however the run ends."""
+    """Close what is open and draw the pictures, however the run ends but by a second Ctrl-C."""
     try:
         yield
+    except KeyboardInterrupt:
+        images = False
+        raise
     finally:
         display.close()
         log.close()

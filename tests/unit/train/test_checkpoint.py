@@ -109,6 +109,16 @@ def torch_write_error() -> RuntimeError:
     pytest.skip("/dev/full does not refuse torch.save here")
 
 
+def test_a_disk_full_at_the_first_checkpoint_does_not_advise_to_resume(tmp_path):
+    def fill(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(RunFailed, match="no earlier checkpoint exists") as caught:
+        store.write_checkpoint(tmp_path, 1, fill, {})
+    assert "start the run again" in caught.value.fix
+    assert names(tmp_path) == set()
+
+
 @pytest.mark.parametrize("kind", ["system", "torch"])
 def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_else(tmp_path, kind):
     save(tmp_path, 5)
@@ -125,7 +135,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_else(tmp_path, k
     text = str(caught.value)
     assert "checkpoint-10" in text
     assert "checkpoint-5 is intact" in text
-    assert "make room" in text
+    assert "make room" in text and "resume_from_checkpoint=" in text
     assert names(tmp_path) == {"checkpoint-5", "last"}
     assert os.readlink(tmp_path / "last") == "checkpoint-5"
 
