@@ -176,7 +176,15 @@ def _build_meta(
             model = AutoModelForCausalLM.from_config(
                 hf_config, trust_remote_code=trust_remote_code, attn_implementation="eager"
             )
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,  # no heads to divide by
+        RuntimeError,
+        ImportError,
+    ) as error:
         raise SwiftFP8Error(
             f"no model can be built from config.json: {_first_line(error)}",
             where=str(path / "config.json"),

@@ -216,6 +216,12 @@ def test_an_architecture_that_is_no_causal_language_model(tmp_path: Path) -> Non
     assert "not a causal language model" in complaint(tmp_path)
 
 
+def test_a_configuration_that_divides_by_zero(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    edit_json(tmp_path / "config.json", num_attention_heads=0)
+    assert "config.json" in complaint(tmp_path)
+
+
 def test_a_checkpoint_with_code_of_its_own_needs_consent(tmp_path: Path) -> None:
     write_model(tmp_path)
     remote = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
