@@ -280,7 +280,8 @@ def _check_loaded(info: dict[str, Any], path: Path) -> None:
         )
     unexpected = sorted(info["unexpected_keys"])
     if unexpected:
-        log.warning("%d weights have no place in the model: %s", len(unexpected), _listed(unexpected))
+        count = len(unexpected)
+        log.warning("%d weights have no place in the model: %s", count, _listed(unexpected))
 
 
 def _listed(names: list[str]) -> str:
