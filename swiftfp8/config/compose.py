@@ -18,7 +18,7 @@ import yaml
 from swiftfp8.config.fields import field_docs
 from swiftfp8.config.layers import Layered, layer_files, shown_path, yaml_problem
 from swiftfp8.config.paths import GROUPS, group_options, recipes_dir, yaml_names
-from swiftfp8.config.schema import Config
+from swiftfp8.config.schema import Config, OptimConfig
 from swiftfp8.config.tokens import Override, expand_sweep, parse_tokens, to_token
 from swiftfp8.config.validate import check_names, resolve, validate
 from swiftfp8.errors import SwiftFP8Error, raise_all
@@ -254,7 +254,8 @@ def _notes(config: Config, provenance: Mapping[str, str]) -> tuple[str, ...]:
             "has no effect: Transformer Engine no longer has this option"
         )
     optim, origin = config.optim, provenance["optim.min_lr_ratio"]
-    if origin != SCHEMA_DEFAULT and optim.lr_scheduler_type != "cosine_with_min_lr":
+    chosen = optim.min_lr_ratio != OptimConfig.min_lr_ratio  # resolved.yaml names defaults too
+    if chosen and optim.lr_scheduler_type != "cosine_with_min_lr":
         notes.append(
             f"optim.min_lr_ratio={optim.min_lr_ratio} ({origin}) has no effect: only "
             f"lr_scheduler_type=cosine_with_min_lr has a lowest rate, not {optim.lr_scheduler_type}"

@@ -170,7 +170,10 @@ def test_a_lowest_rate_that_the_schedule_does_not_know_is_noted(schedule: str) -
     tokens = ["optim.min_lr_ratio=0.2", f"optim.lr_scheduler_type={schedule}"]
     notes = compose_config(None, tokens).notes
     assert any("min_lr_ratio=0.2" in note for note in notes) == (schedule == "cosine")
-    assert compose_config(None, tokens[1:]).notes == ()
+    without = compose_config(None, tokens[1:])
+    assert without.notes == ()
+    Path("resolved.yaml").write_text(to_yaml(without.config))
+    assert compose_config("resolved.yaml", []).notes == ()  # as a resumed run reads it
 
 
 def test_missing_inputs_are_named_together() -> None:
