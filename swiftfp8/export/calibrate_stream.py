@@ -63,6 +63,8 @@ class DecoderStream:
         self.device = torch.device(device)
         self.prefix = _stack_of(source, quantized)
         model = _empty_model(source)
+        if self.prefix not in dict(model.named_modules()):
+            raise _stored_otherwise(self.prefix, source)
         self._layers: Any = model.get_submodule(self.prefix)
         self.count = len(self._layers)
         self._calls: list[_Call] = []
@@ -130,11 +132,7 @@ class DecoderStream:
         for name, parameter in list(module.named_parameters(recurse=recurse)):
             key = prefix + name
             if key not in self.source.tensors:
-                raise SwiftFP8Error(
-                    f"the checkpoint stores {key} in another way than the model's class",
-                    where=str(self.source.directory),
-                    fix=_FIX,
-                )
+                raise _stored_otherwise(key, self.source)
             _set_parameter(module, name, self._merged(key).view(parameter.shape))
         for name, buffer in list(module.named_buffers(recurse=recurse)):
             owner = module.get_submodule(name.rpartition(".")[0])
@@ -196,6 +194,15 @@ def _stack_of(source: Source, quantized: Iterable[str]) -> str:
             fix=_FIX,
         )
     return found.pop()
+
+
+def _stored_otherwise(name: str, source: Source) -> SwiftFP8Error:
+    return SwiftFP8Error(
+        f"the checkpoint names {name} in another way than the model's class, so that its layers "
+        "can't be loaded one at a time",
+        where=str(source.directory),
+        fix=_FIX,
+    )
 
 
 def _refuse_experts(source: Source) -> None:

@@ -193,6 +193,9 @@ def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
     moe = replace(dense, layers=replace(dense.layers, experts=("model.layers.0.mlp.experts",)))
     with pytest.raises(SwiftFP8Error, match="mixture-of-experts"):
         calibrate(moe, layout, text, tmp_path)
+    renamed = [name.replace("model.", "model.language_model.") for name in layout.quantized]
+    with pytest.raises(SwiftFP8Error, match="in another way than the model"):
+        DecoderStream(dense, renamed, text.windows_BT, "cpu")
     with pytest.raises(SwiftFP8Error, match="this export is bf16"):
         calibrate(dense, replace(layout, format="bf16"), text, tmp_path)
 
