@@ -11,9 +11,11 @@ text is trained whole.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,11 @@ from swiftfp8.data.formats import BadRow, Content, Message
 from swiftfp8.data.lengths import MASKED, Fitted, Pair, fit_rows
 from swiftfp8.data.spans import Span, SpanFinder
 from swiftfp8.data.templates import ChatTemplate
+from swiftfp8.data.words import WordEncoder, Words
 from swiftfp8.errors import SwiftFP8Error
 
-_BATCH = 512
+_BATCH = 256
+_AHEAD = 8  # batches that may wait for one that is still being encoded
 _CHECKED = 64  # rows whose labels are decoded and compared; characters are compared in all
 
 
@@ -68,16 +72,23 @@ def tokenize_rows(
             assistant's words.
     """
     encoder = _Encoder(tokenizer, settings)
-    waiting: tuple[_Rendered, Future[Any]] | None = None
-    with ThreadPoolExecutor(1) as worker:  # templates are rendered while the batch before encodes
+    waiting: deque[tuple[_Rendered, Future[_Encoded]]] = deque()
+    with ThreadPoolExecutor(1) as worker:
         for start in range(0, len(examples), _BATCH):
             rendered = encoder.render(examples[start : start + _BATCH])
-            now = rendered, worker.submit(encoder.tokenize, rendered)
-            if waiting is not None:
-                yield encoder.finish(waiting[0], waiting[1].result())
-            waiting = now
-        if waiting is not None:
-            yield encoder.finish(waiting[0], waiting[1].result())
+            if all(future.done() for _, future in waiting) or encoder.words is None:
+                waiting.append((rendered, worker.submit(encoder.encode, rendered)))
+            else:  # two at a time: the tokenizer's core there, remembered words here
+                here: Future[_Encoded] = Future()
+                here.set_result(encoder.encode(rendered, encoder.words))
+                waiting.append((rendered, here))
+            while waiting[0][1].done() or len(waiting) > _AHEAD:
+                done, future = waiting.popleft()
+                yield encoder.finish(done, future.result())
+                if not waiting:
+                    break
+        for done, future in waiting:
+            yield encoder.finish(done, future.result())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +101,14 @@ class _Rendered:
     bad: list[BadPlace]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Encoded:
+    """Ids of a batch's plain texts; of its conversations `tokenizers.Encoding` or `Words`."""
+
+    texts: list[list[int]]
+    chats: list[Any]
+
+
 class _Encoder:
     def __init__(self, tokenizer: Any, settings: TokenizeSettings) -> None:
         self.tokenizer = tokenizer
@@ -97,9 +116,18 @@ class _Encoder:
         added = {index: str(t) for index, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.special = set(added) | set(tokenizer.all_special_ids)
         self.special_texts = {*added.values(), *tokenizer.all_special_tokens}
+        self.core = getattr(tokenizer, "backend_tokenizer", None)
+        if self.core is not None:
+            self.core.no_truncation()  # now: two threads will read it
+            self.core.no_padding()
         self._template: ChatTemplate | None = None
         self._finder: SpanFinder | None = None
         self.seen = 0
+
+    @cached_property
+    def words(self) -> WordEncoder | None:
+        """Made when first needed: reading a large vocabulary takes a second."""
+        return WordEncoder.of(self.core) if self.core is not None else None
 
     def render(self, examples: Sequence[Example]) -> _Rendered:
         """Texts of a batch; rows that the template refuses are among the bad."""
@@ -118,15 +146,23 @@ class _Encoder:
             chats.append((rendered, spans, example.where))
         return _Rendered(examples=len(examples), texts=texts, chats=chats, bad=bad)
 
-    def tokenize(self, batch: _Rendered) -> tuple[list[Any], list[Any]]:
-        """Ids of plain texts, and encodings of conversations. Runs beside `render`."""
-        plain = self._encode(batch.texts, plain=True) if batch.texts else []
-        return plain, self._encode([chat[0] for chat in batch.chats]) if batch.chats else []
+    def encode(self, batch: _Rendered, words: WordEncoder | None = None) -> _Encoded:
+        """Tokens of a batch, the same with `words` and without. Runs beside `render`."""
+        texts = self._encode(batch.texts, plain=True) if batch.texts else []
+        found = [words.encode(text) if words else None for text, _, _ in batch.chats]
+        left = [k for k, known in enumerate(found) if known is None]
+        if left:
+            encoded = self._encode([batch.chats[k][0] for k in left])
+            for k, encoding in zip(left, encoded, strict=True):
+                found[k] = encoding
+        return _Encoded(texts=texts, chats=found)
 
-    def finish(self, batch: _Rendered, encoded: tuple[list[Any], list[Any]]) -> Tokenized:
+    def finish(self, batch: _Rendered, encoded: _Encoded) -> Tokenized:
         """Masks, and rows of the right length."""
-        pairs = [self._whole(ids) for ids in encoded[0]]
-        for (text, spans, where), chars in zip(batch.chats, encoded[1], strict=True):
+        pairs = [self._whole(ids) for ids in encoded.texts]
+        for (text, spans, where), chars in zip(batch.chats, encoded.chats, strict=True):
+            if isinstance(chars, Words) and any(chars.token_range(span) is None for span in spans):
+                (chars,) = self._encode([text])  # a turn begins or ends within a word
             pairs.append(self._mask(_View(ids=chars.ids, chars=chars, text=text), spans, where))
         fitted = fit_rows(pairs, self.settings.max_length, self.settings.truncation)
         return Tokenized(examples=batch.examples, fitted=fitted, bad=tuple(batch.bad))
@@ -207,7 +243,7 @@ class _Encoder:
 
         The tokenizer's core is called itself: what transformers puts around it costs as much.
         """
-        core = getattr(self.tokenizer, "backend_tokenizer", None)
+        core = self.core
         if core is None and not plain:
             raise SwiftFP8Error(
                 f"{type(self.tokenizer).__name__} does not say which characters a token covers",
@@ -216,15 +252,13 @@ class _Encoder:
             )
         if core is None:
             return self.tokenizer(texts, verbose=False)["input_ids"]
-        core.no_truncation()
-        core.no_padding()
         encodings = core.encode_batch(texts, add_special_tokens=plain)
         return [encoding.ids for encoding in encodings] if plain else encodings
 
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """A tokenized text: its ids, its characters' tokens (a `tokenizers.Encoding`), itself."""
+    """A tokenized text: its ids, its characters' tokens (an `Encoding` or `Words`), itself."""
 
     ids: list[int]
     chars: Any
@@ -235,6 +269,10 @@ class _View:
 
         A tokenizer that trims offsets gives blanks no token, so the search moves inwards.
         """
+        if isinstance(self.chars, Words):
+            found = self.chars.token_range(span)
+            assert found is not None
+            return found
         start, end = span
         to_token = self.chars.char_to_token
         first = next((t for at in range(start, end) if (t := to_token(at)) is not None), None)
