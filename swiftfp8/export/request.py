@@ -56,8 +56,8 @@ def resolve_request(
         export_dir=_target(request, config, default_name),
         settings=export_settings(config),
         context=ExportContext(
-            base_name=config.model or model_dir.name,
-            adapter_name=str(adapter_dir) if adapter_dir else None,
+            base_name=_public_name(config.model, model_dir),
+            adapter_name="/".join(adapter_dir.parts[-2:]) if adapter_dir else None,
             keep=_kept_by_family(model_dir),
             device=_fastest_device(),
             trust_remote_code=config.trust_remote_code,
@@ -148,6 +148,11 @@ def _file_of(name: str) -> str:
     registered = registered_datasets().get(name)
     path = local_path(registered) if registered else None
     return str(path) if path else name
+
+
+def _public_name(model: str | None, model_dir: Path) -> str:
+    """A hub id, or a file's or directory's own name: a model card tells no local path."""
+    return Path(model or model_dir).name if not model or Path(model).exists() else model
 
 
 def _target(request: ExportRequest, config: Config, default_name: str) -> Path:

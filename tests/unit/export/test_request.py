@@ -48,6 +48,13 @@ def test_a_merge_does_not_go_where_the_run_was_exported(run: Path) -> None:
     assert resolve(run, "export_dir=there", name="merged").export_dir == Path("there")
 
 
+def test_a_model_card_is_told_no_local_path(run: Path) -> None:
+    context = resolve(run, f"model={run.parent / 'model'}").context
+    assert context.base_name == "model"
+    assert context.adapter_name is not None and not context.adapter_name.startswith("/")
+    assert resolve(run, "model=Qwen/Qwen3-8B").context.base_name == "Qwen/Qwen3-8B"
+
+
 def test_registered_texts_are_files() -> None:
     settings = ExportConfig(fidelity_dataset=["quickstart-unseen", "held_out.txt"])
     registered, file = export_settings(Config(export=settings)).fidelity_dataset
