@@ -235,7 +235,7 @@ class Config:
     max_length: Positive = 2048
     """Tokens a row may have."""
     packing: bool = False
-    """Put several rows, which don't see each other, into one sequence of up to `max_length` tokens."""
+    """Put several rows into one sequence of `max_length` tokens; they don't see each other."""
     system: Annotated[str | None, FREE_TEXT] = None
     """System prompt for rows that have none."""
     template: PathText | None = None
