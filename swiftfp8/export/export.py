@@ -92,8 +92,8 @@ def export_checkpoint(
     """
     context = context or ExportContext()
     began = time.monotonic()
-    check_target(export_dir, overwrite=settings.overwrite)
     _refuse_overlap(export_dir, model_dir, adapter_dir)
+    check_target(export_dir, overwrite=settings.overwrite)
     _require_format(settings)
     texts = _existing_files(settings.fidelity_dataset)
     max_shard_bytes = parse_size(settings.max_shard_size)

@@ -11,13 +11,14 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from swiftfp8.export.calibrate import Calibration
 from swiftfp8.export.fidelity import Fidelity
 from swiftfp8.export.layout import LayerError
+from swiftfp8.export.staging import REPORT_NAME
 from swiftfp8.export.verify import ReadBack, ReloadCheck, reload_text
 
-REPORT_NAME = "export_report.json"
 _WORST_SHOWN = 5
 _MIB = 2**20
 _WHAT = {
@@ -65,9 +66,11 @@ class ExportReport:
 
     def __rich__(self) -> RenderableType:
         """A table of facts, and one of the layers that lost most."""
-        facts = Table(title=f"export: {self.export_dir}", show_header=False, title_justify="left")
+        facts = Table(
+            title=Text(f"export: {self.export_dir}"), show_header=False, title_justify="left"
+        )
         for key, value in self.facts():
-            facts.add_row(key, value)
+            facts.add_row(key, Text(value))
         if not self.layers:
             return facts
         worst = Table(title="layers that lost most", title_justify="left")

@@ -15,6 +15,9 @@ from pathlib import Path
 
 from swiftfp8.errors import SwiftFP8Error
 
+REPORT_NAME = "export_report.json"
+"""The file that tells an export from any other directory."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SLACK = 64 << 20  # configuration, tokenizer, file system overhead
 _GIB = 2**30
@@ -59,8 +62,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             where=str(target),
             fix="choose another export_dir, or set export.overwrite=true to replace it",
         )
-    known = ("config.json", "adapter_config.json")
-    if not any((target / name).is_file() for name in known) or target.is_symlink():
+    # Not config.json or adapter_config.json: models and a run's checkpoints have those too.
+    if not (target / REPORT_NAME).is_file() or target.is_symlink():
         raise SwiftFP8Error(
             "export.overwrite replaces earlier exports only; this holds something else",
             where=str(target),
@@ -77,7 +80,7 @@ def check_space(directory: Path, needed_bytes: int) -> None:
 def _no_space(directory: Path, needed_bytes: int) -> SwiftFP8Error:
     free = shutil.disk_usage(directory).free
     return SwiftFP8Error(
-        f"no disk space: the export needs {needed_bytes / _GIB:.2f} GiB, "
+        f"no disk space: the export needs {(needed_bytes + _SLACK) / _GIB:.2f} GiB, "
         f"{free / _GIB:.2f} GiB are free",
         where=str(directory),
         fix="free some space, or set export_dir to another disk",

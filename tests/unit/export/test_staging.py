@@ -15,6 +15,7 @@ def fill(target: Path, text: str = "new", **options: object) -> None:
     with staged(target, **{"overwrite": False, "needed_bytes": 0, **options}) as partial:
         assert not target.exists() or options
         (partial / "config.json").write_text(text)
+        (partial / "export_report.json").write_text("{}")
 
 
 def test_renamed_into_place(tmp_path: Path) -> None:
@@ -55,6 +56,16 @@ def test_overwrite_spares_what_is_no_export(tmp_path: Path) -> None:
     with pytest.raises(SwiftFP8Error, match="something else"):
         fill(tmp_path / "home", overwrite=True)
     assert (tmp_path / "home" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_overwrite_spares_models_and_checkpoints_of_a_run(tmp_path: Path, name: str) -> None:
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    (checkpoint / name).write_text("trained for days")
+    with pytest.raises(SwiftFP8Error, match="something else"):
+        fill(checkpoint, overwrite=True)
+    assert (checkpoint / name).read_text() == "trained for days"
 
 
 def test_an_empty_directory_may_be_filled(tmp_path: Path) -> None:
