@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from swiftfp8.config.compose import Composed
 from swiftfp8.failures import report
@@ -31,7 +32,7 @@ def run_sweep(members: Sequence[Composed], console: Console) -> int:
     print_runs(names, console)
     outcomes: list[Outcome] = []
     for number, (member, name) in enumerate(zip(members, names, strict=True), 1):
-        console.rule(f"run {number} of {len(members)}: {name}")
+        console.rule(Text(f"run {number} of {len(members)}: {name}"))
         outcomes.append(_train(member, console))
         if outcomes[-1].status == "interrupted":
             break
@@ -55,7 +56,7 @@ def print_runs(names: Sequence[str], console: Console) -> None:
     table.add_column("run", justify="right")
     table.add_column("overrides", overflow="fold")
     for number, name in enumerate(names, 1):
-        table.add_row(str(number), name)
+        table.add_row(str(number), Text(name))
     console.print(table)
 
 
@@ -89,7 +90,7 @@ def _print_summary(names: Sequence[str], outcomes: Sequence[Outcome], console: C
         losses = [
             "" if loss is None else f"{loss:.4f}" for loss in (outcome.last_loss, outcome.eval_loss)
         ]
-        table.add_row(str(number), name, *losses, outcome.status)
+        table.add_row(str(number), Text(name), *losses, outcome.status)
     console.print(table)
     for number, outcome in enumerate(outcomes, 1):
         if outcome.run_dir:

@@ -170,6 +170,12 @@ def test_an_interrupted_run_that_saved_is_130(monkeypatch: pytest.MonkeyPatch) -
     assert call("train", "config=quickstart").exit_code == 130
 
 
+def test_a_sweep_over_lists_shows_them(calls: list[tuple[Any, ...]]) -> None:
+    result = call("train", "config=quickstart", "target_modules=[q_proj],[k_proj]")
+    assert result.exit_code == 0
+    assert result.stdout.count("target_modules=[k_proj]") == 3  # the list, the rule, the summary
+
+
 def test_a_sweep_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
