@@ -9,7 +9,7 @@ setup_venv ""
 run=quickstart-$(date +%Y%m%d-%H%M%S)
 swiftfp8 train config=quickstart output_dir=output run_name="$run"
 swiftfp8 export run="output/$run"
-question="What is the largest planet in the solar system?"
+question="What is the largest planet in our solar system?"
 echo
 echo "swiftfp8 infer run=output/$run prompt=\"$question\""
 swiftfp8 infer run="output/$run" prompt="$question"

@@ -56,12 +56,9 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one run in it: a third of the recipe's epochs, which is enough to fall."""
+    """A folder with one run of the recipe, as it is, in it."""
     folder = tmp_path_factory.mktemp("quickstart")
-    shown = swiftfp8(
-        folder, "train", "config=quickstart", "num_train_epochs=4", "run_name=one",
-        "train.eval_steps=72", "train.save_steps=72",
-    )  # fmt: skip
+    shown = swiftfp8(folder, "train", "config=quickstart", "run_name=one")
     (folder / "shown.txt").write_text(shown)
     return folder
 
@@ -104,5 +101,5 @@ def test_the_export_loads_in_plain_transformers_and_answers(folder: Path) -> Non
     report = json.loads((export / "export_report.json").read_text())
     assert report["reload"]["max_difference"] == 0.0
     run(folder, "-c", RELOAD, str(export))
-    answer = swiftfp8(folder, "infer", f"model={export}", "prompt=What is a wavelength?")
-    assert "frequency" in answer.lower(), answer
+    answer = swiftfp8(folder, "infer", f"model={export}", "prompt=What is the largest planet in our solar system?")
+    assert "jupiter" in answer.lower(), answer
