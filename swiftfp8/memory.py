@@ -12,7 +12,8 @@ keeps both. With `tuner=full` weights stay in c (FP16 trains FP32 ones), and Tra
 FP8 copies, with their transposes, live from the forward to the backward pass on top.
 
 **What is trained.** LoRA: FP32 adapters, gradients, two Adam moments: 16 bytes a parameter. Full:
-gradient and two moments in the weight's own dtype.
+the gradient in the weight's dtype, two moments in FP32, and 2 bytes that make a BF16 weight an
+exact FP32 master (train/masters.py); BF16 without masters keeps its moments in BF16.
 
 **Activations**, what autograd saves per token and layer of a Hugging Face decoder (pre-norm
 attention and SwiGLU; norms compute in FP32 and save their FP32 input):
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 LOGIT_BYTES = 12
+MASTER_BYTES = 4 + 4 + 2  # moments in FP32, a master's remainder
 # What the framework takes beside tensors: CUDA context and cuBLAS, or Python and its libraries.
 WORKSPACE_GIB = {"cuda": 0.75, "cpu": 0.5}
 # Share of a device that tensors can fill: the rest is lost to fragments, or to other programs.
@@ -103,13 +105,17 @@ def estimate_memory(
     gradient_checkpointing: bool,
     attn_implementation: str = "sdpa",
     packing: bool = False,
+    master_weights: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak of a step of `micro_batch` rows of `max_length` tokens.
 
     `layers` is the plan of every linear. `lora_rank` is ignored where no layer has LoRA.
+    `master_weights`: trained BF16 weights have FP32 masters.
     """
     c = DTYPE_BYTES[compute_dtype]
     fixed = _without_tokens(meta, hardware, layers, c, compute_dtype, backend, tuner, lora_rank)
+    if master_weights:
+        fixed = replace(fixed, optimizer=meta.total_params * MASTER_BYTES / GIB)
     probabilities = meta.num_heads * max_length * (4 + c) if attn_implementation == "eager" else 0
     mask = max_length * c if packing and attn_implementation == "sdpa" else 0
     per_layer = _layer_bytes(meta, layers, c, backend) + probabilities + mask

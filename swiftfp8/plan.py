@@ -111,6 +111,7 @@ class Plan:
     coverage: float
     memory: MemoryEstimate
     decoder_coverage: float = 0.0
+    master_weights: bool = False  # BF16 weights are trained on exact FP32 masters
     fallbacks: tuple[Fallback, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -162,6 +163,7 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
             )
         )
     raise_all(problems)
+    master_weights = _trains_bf16(config, granted) and config.optim.master_weights
     memory = estimate_memory(
         meta,
         hardware,
@@ -175,6 +177,7 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         gradient_checkpointing=config.gradient_checkpointing,
         attn_implementation=config.attn_implementation,
         packing=config.packing,
+        master_weights=master_weights,
     )
     heads = {linear.name for linear in meta.linears if linear.kind == "head"}
     return Plan(
@@ -195,6 +198,7 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         min_coverage=config.precision.min_coverage if config.dtype == "fp8" else 0.0,
         coverage=coverage,
         decoder_coverage=_coverage([layer for layer in layers if layer.name not in heads]),
+        master_weights=master_weights,
         memory=memory,
         fallbacks=granted.fallbacks,
         notes=(
@@ -395,12 +399,21 @@ def _options(
     return options, notes
 
 
+def _trains_bf16(config: Config, granted: Granted) -> bool:
+    return config.tuner == "full" and granted.compute_dtype == "bf16"
+
+
 def _notes(config: Config, granted: Granted, memory: MemoryEstimate) -> list[str]:
     notes = []
     if granted.recipe is not None and config.precision.start_step:
         notes.append(f"FP8 switches on at optimizer step {config.precision.start_step}")
     if granted.compute_dtype == "fp16":
         notes.append("FP16 trains with a loss scaler")
+    if _trains_bf16(config, granted) and not config.optim.master_weights:
+        notes.append(
+            "BF16 weights without FP32 masters: updates below half a BF16 step, most of them at a "
+            "usual learning rate, are lost (optim.master_weights=false)"
+        )
     if memory.total > memory.available:
         smaller = (
             f"per_device_train_batch_size={memory.largest_micro_batch} fits"

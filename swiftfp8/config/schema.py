@@ -140,6 +140,9 @@ class OptimConfig:
     """AdamW's second-moment decay."""
     adam_epsilon: NonNegativeFloat = 1e-8
     """AdamW's denominator floor."""
+    master_weights: bool = True
+    """Train BF16 weights (`tuner=full`) on exact FP32 masters, for 6 more bytes a parameter:
+    without them most updates at a usual learning rate are rounded away."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -132,6 +132,8 @@ def _header(plan: Plan) -> Text:
     if plan.recipe is not None:
         given = f"{plan.recipe.recipe} by {plan.backend}, the rest in {plan.compute_dtype}"
     tuning = "every weight trained"
+    if plan.master_weights:
+        tuning += ", BF16 with exact FP32 masters"
     if plan.lora is not None:
         tuning = f"LoRA r={plan.lora.rank} on {len(plan.lora.targets)} linears"
     lines = Text()

@@ -23,6 +23,7 @@ from swiftfp8.errors import RunFailed
 from swiftfp8.plan import Plan
 from swiftfp8.train import checkpoint as store
 from swiftfp8.train.guard import find_fault
+from swiftfp8.train.masters import MasterAdamW, drop_masters
 from swiftfp8.train.metrics import Meter, Progress, RunLog
 from swiftfp8.train.progress import Display
 from swiftfp8.train.run_dir import resume_command
@@ -227,6 +228,28 @@ class FP8Trainer(transformers.Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Not counted here: the meter knows the plan's own FLOPs."""
         return 0
+
+    # The optimizer
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """transformers' choice and groups, but on FP32 masters where the plan says so."""
+        if self.session.plan.master_weights and self.optimizer is None:
+            _, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer_cls_and_kwargs = (MasterAdamW, options)
+        return super().create_optimizer(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        if isinstance(optimizer, MasterAdamW):
+            if optimizer.lacked_masters:
+                self.session.display.note(
+                    "WARNING: the checkpoint has no FP32 masters: they begin at its BF16 weights"
+                )
+        elif drop_masters(optimizer):
+            self.session.display.note(
+                "WARNING: the checkpoint's FP32 masters are dropped (optim.master_weights=false)"
+            )
 
     # Checkpoints
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from swiftfp8.config.schema import OptimConfig
 from swiftfp8.hardware import GIB, parse_hardware
 from swiftfp8.memory import MemoryEstimate
 from tests.plan_kit import decoder_meta, plan_for, qwen_7b, qwen_half_b
@@ -40,7 +41,10 @@ def test_lora_is_within_5_percent_of_the_measured_peak(
 @pytest.mark.parametrize(("dtype", "measured"), [("bf16", 44.52), ("fp8", 47.29)])
 def test_full_tuning_is_estimated_high_never_low(dtype: str, measured: float) -> None:
     """The gradients (5.5 GiB) were not there yet at this peak: no accumulation was done."""
-    memory = plan_for("h200", eight_layers_of_7b(), tuner="full", dtype=dtype, **STEP).memory
+    plain = OptimConfig(master_weights=False)  # as it was measured
+    memory = plan_for(
+        "h200", eight_layers_of_7b(), tuner="full", dtype=dtype, optim=plain, **STEP
+    ).memory
     assert measured <= memory.total - memory.workspace <= 1.15 * measured
 
 
@@ -106,7 +110,13 @@ def test_full_tuning_pays_for_every_parameter() -> None:
     meta = qwen_7b()
     memory = plan_for("h200", meta, tuner="full", dtype="bf16", **STEP).memory
     assert memory.weights * GIB == 2 * meta.total_params
-    assert memory.gradients == memory.weights and memory.optimizer == 2 * memory.weights
+    assert memory.gradients == memory.weights
+    # Two FP32 moments and the remainder; without masters, two BF16 moments.
+    assert memory.optimizer * GIB == 10 * meta.total_params
+    plain = plan_for(
+        "h200", meta, tuner="full", dtype="bf16", optim=OptimConfig(master_weights=False), **STEP
+    ).memory
+    assert plain.optimizer == 2 * plain.weights
     fp8 = plan_for("h200", meta, tuner="full", **STEP).memory
     assert fp8.transposes == pytest.approx(2 * LINEARS_GIB, rel=0.01)
     assert fp8.activations < memory.activations  # inputs are kept in FP8

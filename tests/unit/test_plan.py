@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from swiftfp8.config.schema import OptimConfig
 from swiftfp8.errors import SwiftFP8Error, SwiftFP8Errors
 from swiftfp8.hardware import Hardware, parse_hardware
 from swiftfp8.models.meta import LinearMeta
@@ -518,6 +519,33 @@ def test_a_length_over_learned_positions_is_an_error() -> None:
     with pytest.raises(SwiftFP8Error, match="embedding for each of 1024 positions") as caught:
         plan_for("h200", meta, max_length=1025)
     assert "set max_length=1024" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "options", "masters"),
+    [
+        ("h200", {"tuner": "full"}, True),
+        ("h200", {"tuner": "full", "dtype": "bf16"}, True),
+        ("h200", {"tuner": "lora"}, False),
+        ("h200", {"tuner": "full", "dtype": "fp32"}, False),
+        ("v100", {"tuner": "full"}, False),  # FP16 trains FP32 weights
+    ],
+)
+def test_bf16_weights_that_are_trained_get_masters(
+    hardware: str, options: dict[str, str], masters: bool
+) -> None:
+    plan = plan_for(hardware, **options)
+    assert plan.master_weights == masters
+    assert ("exact FP32 masters" in " ".join(printed(plan).split())) == masters
+    assert not any("masters" in note for note in plan.notes)
+
+
+def test_masters_that_are_switched_off_are_noted() -> None:
+    off = OptimConfig(master_weights=False)
+    plan = plan_for("h200", tuner="full", optim=off)
+    assert not plan.master_weights
+    assert any("are lost (optim.master_weights=false)" in note for note in plan.notes)
+    assert not any("masters" in note for note in plan_for("h200", optim=off).notes)
 
 
 def test_group_names() -> None:
