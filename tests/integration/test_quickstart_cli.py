@@ -101,5 +101,7 @@ def test_the_export_loads_in_plain_transformers_and_answers(folder: Path) -> Non
     report = json.loads((export / "export_report.json").read_text())
     assert report["reload"]["max_difference"] == 0.0
     run(folder, "-c", RELOAD, str(export))
-    answer = swiftfp8(folder, "infer", f"model={export}", "prompt=What is the largest planet in our solar system?")
+    answer = swiftfp8(
+        folder, "infer", f"model={export}", "prompt=What is the largest planet in our solar system?"
+    )
     assert "jupiter" in answer.lower(), answer
