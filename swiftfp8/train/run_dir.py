@@ -178,6 +178,12 @@ def _choose_directory(config: Any, source_name: str, now: datetime) -> Path:
         if (run_dir / "resolved.yaml").is_file():  # else: a checkpoint copied out of its run
             _lock(run_dir)
             return run_dir
+    if config.run_name and (config.run_name == ".." or "/" in config.run_name):
+        raise SwiftFP8Error(
+            f"run_name '{config.run_name}' is no plain name",
+            where="run_name",
+            fix="name the run without / and set output_dir to its parent",
+        )
     try:
         parent.mkdir(parents=True, exist_ok=True)
         if config.run_name:

@@ -108,6 +108,14 @@ def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path):
     assert [path.name for path in other.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("name", ["../x", "a/b", ".."])
+def test_a_run_stays_in_its_output_directory(tmp_path, name):
+    config = make_config(output_dir=str(tmp_path / "output"), run_name=name)
+    with pytest.raises(SwiftFP8Error, match="no plain name"):
+        start_run(config, "tiny")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_that_died_before_its_first_checkpoint_may_begin_again(tmp_path):
     run_dir = begin(tmp_path, run_name="mine")
     (run_dir / "logging.jsonl").write_text('{"step": 1}\n')
