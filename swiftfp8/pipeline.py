@@ -58,6 +58,7 @@ def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
     source, made = _plan(config, probe())
     check_export_of_model(config, source.path)
     print_plan(made, console)
+    _set_threads(made)
 
     tokenizer = load_tokenizer(source, config.template, config.trust_remote_code)
     datasets = load_datasets(config, tokenizer, made.fp8_token_multiple)
@@ -207,6 +208,14 @@ def _kept_once_begun(run_dir: Path) -> Iterator[None]:
 def _print_lines(console: Console, lines: list[str]) -> None:
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _set_threads(made: Plan) -> None:
+    """The plan's CPU threads, unless the user set their own."""
+    import torch
+
+    if made.cpu_threads is not None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(made.cpu_threads)
 
 
 def _free_memory() -> None:

@@ -424,6 +424,13 @@ def test_experts_stay_high_count_in_coverage_and_take_no_lora() -> None:
         )
 
 
+def test_a_small_model_takes_one_cpu_thread() -> None:
+    small = replace(qwen_half_b(), total_params=3_000_000)
+    assert plan_for(cpu(), small).cpu_threads == 1
+    assert plan_for(cpu()).cpu_threads is None
+    assert plan_for("h200", small).cpu_threads is None
+
+
 def test_full_tuning_trains_every_weight_and_has_no_adapters() -> None:
     plan = plan_for("h200", tuner="full")
     assert plan.lora is None
