@@ -45,6 +45,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swiftfp8.hardware import ALL_FP8, GIB, Hardware
+from swiftfp8.loss_plan import CHUNK_ELEMENTS, chunk_rows
 from swiftfp8.models.meta import ModelMeta
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 LOGIT_BYTES = 12
+CPU_CHUNK_BYTES = 16  # of a logit in the fused loss, without the GPU's kernel that works in place
 MASTER_BYTES = 4 + 4 + 2  # moments in FP32, a master's remainder
 # What the framework takes beside tensors: CUDA context and cuBLAS, or Python and its libraries.
 WORKSPACE_GIB = {"cuda": 0.75, "cpu": 0.5}
@@ -106,6 +108,7 @@ def estimate_memory(
     attn_implementation: str = "sdpa",
     packing: bool = False,
     master_weights: bool = False,
+    fused_loss: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak of a step of `micro_batch` rows of `max_length` tokens.
 
@@ -120,6 +123,10 @@ def estimate_memory(
     mask = max_length * c if packing and attn_implementation == "sdpa" else 0
     per_layer = _layer_bytes(meta, layers, c, backend) + probabilities + mask
     logits = float(meta.vocab_size * LOGIT_BYTES)
+    if fused_loss:
+        logits = 3.0 * c * meta.hidden_size  # the last hidden state, its gradient, that scaled
+        chunk = _chunk_bytes(meta, layers, hardware.device, c, micro_batch * max_length)
+        fixed = replace(fixed, logits=chunk / GIB)
     if gradient_checkpointing:
         activations = meta.num_layers * meta.hidden_size * c + max(0.0, per_layer - logits)
     else:
@@ -129,7 +136,7 @@ def estimate_memory(
     return replace(
         fixed,
         activations=activations * max_length * micro_batch / GIB,
-        logits=logits * max_length * micro_batch / GIB,
+        logits=fixed.logits + logits * max_length * micro_batch / GIB,
         largest_micro_batch=max(0, room),
         micro_batch=micro_batch,
         max_length=max_length,
@@ -161,7 +168,9 @@ def _without_tokens(
         trained = weights
         copies = float(fp8_params + transposes) if backend == "te" else 0.0
     else:
-        weights = (meta.total_params - fp8_params) * c + sum(_fp8_bytes(layer) for layer in fp8)
+        head = _fp8_head(meta, layers)  # a tied one is a copy: the embedding keeps its own
+        replaced = fp8_params - (_size(head) if head is not None and meta.tied_head else 0)
+        weights = (meta.total_params - replaced) * c + sum(_fp8_bytes(layer) for layer in fp8)
         trained = adapter_params * 4.0
         copies = float(transposes)
     workspace = WORKSPACE_GIB[hardware.device]
@@ -200,6 +209,23 @@ def _layer_bytes(
         inputs[key] = max(inputs.get(key, 0), layer.in_features * (1 if held_in_fp8 else c))
     norms = 8 * h + (2 * c * h if trained else 0)
     return norms + 4 * c * q + 3 * c * i + sum(inputs.values()) / max(1, meta.num_layers)
+
+
+def _fp8_head(meta: ModelMeta, layers: Sequence[LayerPlan]) -> LayerPlan | None:
+    heads = {linear.name for linear in meta.linears if linear.kind == "head"}
+    return next((x for x in layers if x.name in heads and x.precision in ALL_FP8), None)
+
+
+def _chunk_bytes(
+    meta: ModelMeta, layers: Sequence[LayerPlan], device: str, c: int, tokens: int
+) -> float:
+    """What the fused loss holds for one chunk of logits; an FP8 head is transposed besides."""
+    rows = min(tokens, chunk_rows(meta.vocab_size, CHUNK_ELEMENTS[device]))
+    per_logit = c if device == "cuda" else CPU_CHUNK_BYTES
+    head = _fp8_head(meta, layers)
+    if head is None:
+        return float(rows * meta.vocab_size * per_logit)
+    return float(rows * meta.vocab_size * (per_logit + 1) + _size(head))
 
 
 def _size(layer: LayerPlan) -> int:

@@ -7,12 +7,13 @@ obey the plan and decide nothing.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swiftfp8.errors import SwiftFP8Error, raise_all
-from swiftfp8.hardware import Hardware
+from swiftfp8.hardware import GIB, Hardware
 from swiftfp8.ladder import Fallback, Granted, climb
+from swiftfp8.loss_plan import PLAIN_LOSS, LossPlan, plan_loss
 from swiftfp8.memory import MemoryEstimate, estimate_memory
 from swiftfp8.models.meta import LinearMeta, ModelMeta
 from swiftfp8.selection import lora_targets, matches, unmatched_excludes
@@ -26,6 +27,7 @@ __all__ = [
     "Fallback",
     "LayerPlan",
     "LoraPlan",
+    "LossPlan",
     "MemoryEstimate",
     "Plan",
     "RecipeOptions",
@@ -36,6 +38,7 @@ FP8_RECIPES = ("mxfp8", "fp8_block", "fp8_current", "fp8_delayed")
 # Two threads were 5 times slower than one on 2.9e6 parameters, on two cores.
 ONE_THREAD_PARAMS = 20_000_000
 HIGH_PRECISIONS = ("bf16", "fp16", "fp32")
+HIGH_HEAD = "output head: rounding it moves every token's probability"
 # In and out features of a weight must be multiples of this.
 SHAPE_MULTIPLE = {"mxfp8": 32, "fp8_block": 128, "fp8_current": 16, "fp8_delayed": 16}
 # So must the tokens of a matmul: they are the summed dimension of a weight's gradient.
@@ -112,6 +115,7 @@ class Plan:
     min_coverage: float
     coverage: float
     memory: MemoryEstimate
+    loss: LossPlan = PLAIN_LOSS
     decoder_coverage: float = 0.0
     master_weights: bool = False  # BF16 weights are trained on exact FP32 masters
     cpu_threads: int | None = None  # None leaves torch's choice
@@ -139,8 +143,15 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     if config.tuner == "lora":
         targets, target_problems = lora_targets(config.target_modules, meta)
         problems += target_problems
+    heads = {linear.name for linear in meta.linears if linear.kind == "head"}
+    loss, loss_problems = plan_loss(
+        config.train.fused_loss, meta, head_has_lora=bool(heads & targets)
+    )
+    problems += loss_problems + _head_problems(config, has_lora=bool(heads & targets))
+    why_high_head = _why_high_head(config.precision.head, granted, loss)
+    granted = _with_head_fallback(granted, config.precision.head, why_high_head)
     layers = tuple(
-        _plan_layer(linear, granted, config, meta, lora=linear.name in targets)
+        _plan_layer(linear, granted, config, meta, why_high_head, lora=linear.name in targets)
         for linear in meta.linears
     )
     granted = _without_empty_fp8(granted, layers)
@@ -181,8 +192,8 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         attn_implementation=config.attn_implementation,
         packing=config.packing,
         master_weights=master_weights,
+        fused_loss=loss.fused,
     )
-    heads = {linear.name for linear in meta.linears if linear.kind == "head"}
     return Plan(
         model_name=meta.name,
         hardware_name=hardware.name,
@@ -200,6 +211,7 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         fp8_token_multiple=TOKEN_MULTIPLE[recipe.recipe] if recipe else 1,
         min_coverage=config.precision.min_coverage if config.dtype == "fp8" else 0.0,
         coverage=coverage,
+        loss=loss,
         decoder_coverage=_coverage([layer for layer in layers if layer.name not in heads]),
         master_weights=master_weights,
         cpu_threads=_cpu_threads(hardware, meta),
@@ -208,6 +220,7 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         notes=(
             *granted.notes,
             *option_notes,
+            *_head_notes(layers, heads, meta),
             *_length_notes(config, meta),
             *_notes(config, granted, memory),
         ),
@@ -215,10 +228,18 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
 
 
 def _plan_layer(
-    linear: LinearMeta, granted: Granted, config: Config, meta: ModelMeta, *, lora: bool
+    linear: LinearMeta,
+    granted: Granted,
+    config: Config,
+    meta: ModelMeta,
+    why_high_head: str | None,
+    *,
+    lora: bool,
 ) -> LayerPlan:
     if granted.recipe is None:
         high_reason: str | None = granted.high_reason
+    elif linear.kind == "head" and why_high_head is not None:
+        high_reason = why_high_head
     else:
         high_reason = _why_high(linear, granted.recipe, config.precision, meta)
     if high_reason is None:
@@ -244,8 +265,6 @@ def _why_high(
     linear: LinearMeta, recipe: str, precision: PrecisionConfig, meta: ModelMeta
 ) -> str | None:
     """The first reason to keep this linear out of FP8, or None."""
-    if linear.kind == "head":
-        return "output head: rounding it moves every token's probability"
     if linear.kind == "experts":
         return "experts are one 3-D parameter, not a linear: no backend runs them in FP8 yet"
     if linear.kind == "router":
@@ -266,6 +285,55 @@ def _why_high(
         if size % multiple:
             return f"{side}_features {size} is no multiple of {multiple}, which {recipe} needs"
     return None
+
+
+def _why_high_head(wanted: str, granted: Granted, loss: LossPlan) -> str | None:
+    """Why the head stays out of FP8, or None where it was asked for and can be had."""
+    if wanted != "fp8":
+        return HIGH_HEAD
+    if granted.backend not in (None, "torch"):
+        return f"an FP8 head runs in the torch backend's loss, and FP8 is run by {granted.backend}"
+    if not loss.fused:
+        return f"an FP8 head runs in the fused loss, which is not taken: {loss.reason}"
+    return None
+
+
+def _with_head_fallback(granted: Granted, wanted: str, why_high: str | None) -> Granted:
+    """Add that an FP8 head was asked for and can't be had, to FP8 that can."""
+    if granted.recipe is None or wanted != "fp8" or why_high is None:
+        return granted
+    fallback = Fallback(
+        asked="precision.head=fp8",
+        given=granted.compute_dtype,
+        reason=why_high,
+        fix="set precision.head=bf16, or precision.backend=torch and train.fused_loss=auto",
+    )
+    return replace(granted, fallbacks=(*granted.fallbacks, fallback))
+
+
+def _head_problems(config: Config, *, has_lora: bool) -> list[SwiftFP8Error]:
+    """An FP8 head is frozen: it can neither be trained nor have LoRA."""
+    if config.precision.head != "fp8" or not (config.tuner == "full" or has_lora):
+        return []
+    trained = "has LoRA (target_modules)" if has_lora else "is trained (tuner=full)"
+    return [
+        SwiftFP8Error(
+            f"an FP8 head must be frozen, and here the head {trained}",
+            where="precision.head=fp8",
+            fix="set precision.head=bf16",
+        )
+    ]
+
+
+def _head_notes(layers: tuple[LayerPlan, ...], heads: set[str], meta: ModelMeta) -> list[str]:
+    """What an FP8 head costs where the embedding needs the same weight in high precision."""
+    head = next((x for x in layers if x.name in heads and x.precision in FP8_RECIPES), None)
+    if head is None or not meta.tied_head:
+        return []
+    return [
+        "precision.head=fp8: the head's weight is the embedding's too, which stays in high "
+        f"precision, so the FP8 copy takes {head.flops / GIB:.2f} GiB more"
+    ]
 
 
 def _without_empty_fp8(granted: Granted, layers: tuple[LayerPlan, ...]) -> Granted:

@@ -12,7 +12,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from swiftfp8.plan import FP8_RECIPES, LayerPlan, LoraPlan, MemoryEstimate, Plan, RecipeOptions
+from swiftfp8.plan import (
+    FP8_RECIPES,
+    LayerPlan,
+    LoraPlan,
+    LossPlan,
+    MemoryEstimate,
+    Plan,
+    RecipeOptions,
+)
 
 
 def tiny_llama(
@@ -66,15 +74,21 @@ def plan_for(
     targets: tuple[str, ...] | None = None,
     gradient_checkpointing: bool = False,
     compute_dtype: str = "fp32",
+    fused_loss: bool | None = None,
+    head: str = "bf16",
 ) -> Plan:
-    """A plan by hand: all linears but the head in FP8, except those whose name ends in `high`."""
+    """A plan by hand: all linears but the head in FP8, except those whose name ends in `high`.
+
+    The loss is fused where the backend is `torch`, unless `fused_loss` says otherwise.
+    """
     layers = []
     for name, module in model.named_modules():
         if type(module) is not nn.Linear:
             continue
-        head = name == "lm_head"
-        lora = tuner == "lora" and not head and (targets is None or name in targets)
-        kept_high = recipe is None or head or any(name.endswith(part) for part in high)
+        is_head = name == "lm_head"
+        lora = tuner == "lora" and not is_head and (targets is None or name in targets)
+        kept_high = recipe is None or any(name.endswith(part) for part in high)
+        kept_high = kept_high or (is_head and head == "bf16")
         layers.append(
             LayerPlan(
                 name=name,
@@ -109,6 +123,7 @@ def plan_for(
         tuner=tuner,
         gradient_checkpointing=gradient_checkpointing,
         loss_scaler=False,
+        loss=LossPlan(fused=backend == "torch" if fused_loss is None else fused_loss, reason=""),
         start_step=0,
         fp8_token_multiple=16,
         min_coverage=0.0,

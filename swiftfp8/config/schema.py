@@ -45,6 +45,11 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _on_off(value: Any) -> Any:
+    """YAML reads `on` and `off` as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 def _expand_user(value: str | None) -> str | None:
     return os.path.expanduser(value) if value else value
 
@@ -56,6 +61,7 @@ def _expand_users(value: tuple[str, ...]) -> tuple[str, ...]:
 Names = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_frozen)]
 Sources = Annotated[Names, AfterValidator(_expand_users)]
 PathText = Annotated[str, AfterValidator(_expand_user)]
+OnOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_off)]
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Real = Annotated[float, BeforeValidator(_no_bool)]
 Positive = Annotated[Whole, Field(ge=1)]
@@ -74,6 +80,9 @@ class PrecisionConfig:
     backend: Literal["auto", "te", "torch", "emulated"] = "auto"
     """Who runs FP8: `te` (Transformer Engine), `torch` (PyTorch and Triton alone; experimental) or
     `emulated` (the numerics only, on any device)."""
+    head: Literal["bf16", "fp8"] = "bf16"
+    """Precision of the frozen output head: `fp8` runs its matmuls in FP8 within the fused loss of
+    the `torch` backend."""
     emulate: bool = False
     """Run FP8 numerics emulated where no FP8 hardware is found, instead of falling back."""
     fp8_format: Literal["e4m3", "hybrid"] = "hybrid"
@@ -147,7 +156,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainConfig:
-    """Cadence of logging, evaluation and checkpoints."""
+    """Cadence of logging, evaluation and checkpoints; how the loss is computed."""
 
     logging_steps: Positive = 5
     """Optimizer steps between log lines."""
@@ -159,6 +168,9 @@ class TrainConfig:
     """How many checkpoints are kept, beside best and last."""
     images: bool = True
     """Write loss, learning rate, gradient norm and throughput as PNGs to `images/`."""
+    fused_loss: OnOff = "auto"
+    """Compute head and loss in chunks, so that the logits are never held whole: `auto` does where
+    the model is known to allow it, `on` wherever nothing speaks against it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -31,7 +31,8 @@ class ModelMeta:
     `keep_high` maps name patterns (shell globs on full module names) to the family's reason for
     keeping them out of FP8. `learned_positions`: a table holds one vector for each of the
     `max_position_embeddings` positions, and none for more. Parameter counts are numbers of
-    elements.
+    elements. `unfused_loss` is why head and loss can't be computed together in chunks, None where
+    nothing in the model's structure speaks against it. `qk_norm`: attention normalizes q and k.
     """
 
     name: str
@@ -51,3 +52,5 @@ class ModelMeta:
     total_params: int
     keep_high: dict[str, str]
     learned_positions: bool = False
+    unfused_loss: str | None = None
+    qk_norm: bool = False

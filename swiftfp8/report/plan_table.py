@@ -142,6 +142,7 @@ def _header(plan: Plan) -> Text:
         ("hardware", plan.hardware_name),
         ("precision", f"{plan.asked_dtype} asked, {given} given"),
         ("tuning", tuning),
+        ("loss", f"{'fused with the head' if plan.loss.fused else 'plain'}: {plan.loss.reason}"),
     ):
         lines.append(f"{label:<11}", style="bold")
         lines.append(f"{value}\n")

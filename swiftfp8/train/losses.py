@@ -10,7 +10,8 @@ dh is computed in the forward pass, where z is at hand; the backward pass only s
 head gets no gradient, and none is computed. n is the number of labels that are not -100, or what
 the caller counts over a whole accumulated batch. Nothing waits for the device.
 
-With an FP8 head, W is held in e4m3 with a scale for each word, and both matmuls run in FP8.
+With an FP8 head, W is held in e4m3 with a scale for each word, and both matmuls run in FP8. Under
+autocast the matmuls run in its dtype, as the model's own would.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from swiftfp8.loss_plan import CHUNK_ELEMENTS, chunk_rows
+from swiftfp8.models.loss_form import why_unfused
+from swiftfp8.precision._backend import compute_dtype
 from swiftfp8.precision.kernels.cross_entropy import cross_entropy_
 from swiftfp8.precision.kernels.quantize import quantize_rows, quantize_weight, scaled_mm
 from swiftfp8.precision.kernels.rmsnorm import rmsnorm
 from swiftfp8.precision.kernels.transpose import transpose8
+from swiftfp8.precision.torch_native import RowwiseFrozenLinear
 
 IGNORED = -100
-_CHUNK_ELEMENTS = 2**28  # of logits held at once: 512 MiB in BF16
+_CHUNK_ELEMENTS = CHUNK_ELEMENTS["cuda"]  # of logits held at once: 512 MiB in BF16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +63,7 @@ def linear_cross_entropy(
 
     `items` replaces the number of labels that are not -100 as the mean's divisor.
     """
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
     flat = labels.reshape(-1).to(rows.device)
     if items is None:
         count = (flat != IGNORED).sum().clamp(min=1).float()
@@ -77,10 +82,11 @@ def fuse_loss(model: nn.Module, *, head: str = "bf16") -> str | None:
     """Make a causal language model compute its loss from chunks; returns why it can't, or None.
 
     Called with labels, the model then returns a loss and no logits; without, it is as before.
-    `head="fp8"` runs a frozen head's two matmuls in FP8.
+    A head that was converted to row-wise FP8 runs its two matmuls in FP8; `head="fp8"` does the
+    same with a copy of a plain frozen head, which stays beside it.
     """
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-    reason = _unsupported(causal)
+    reason = why_unfused(causal, (RowwiseFrozenLinear,))
     if reason is not None:
         return reason
     plain_forward = causal.forward
@@ -94,21 +100,6 @@ def fuse_loss(model: nn.Module, *, head: str = "bf16") -> str | None:
         return _forward_with_loss(causal, fp8_head, labels, args, kwargs)
 
     causal.forward = forward  # type: ignore[method-assign]
-    return None
-
-
-def _unsupported(causal: nn.Module) -> str | None:
-    if type(getattr(causal, "lm_head", None)) is not nn.Linear:
-        return "its head is no plain linear"
-    if causal.lm_head.bias is not None:
-        return "its head has a bias"
-    config = causal.config
-    changed = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
-    for name in changed:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            return f"its logits are changed after the head ({name})"
-    if getattr(config, "output_router_logits", False):
-        return "its loss has a router's part"
     return None
 
 
@@ -137,10 +128,26 @@ def _forward_with_loss(
     outputs = causal.base_model(*args, return_dict=True, **kwargs)
     if shifted is None:
         shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    weight = causal.lm_head.weight if fp8_head is None else fp8_head
-    loss = linear_cross_entropy(outputs.last_hidden_state, weight, shifted, items=items)
+    hidden = outputs.last_hidden_state
+    weight = _head_weight(causal.lm_head, hidden) if fp8_head is None else fp8_head
+    loss = linear_cross_entropy(hidden, weight, shifted, items=items)
     return CausalLMOutputWithPast(
         loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+    )
+
+
+def _head_weight(head: Any, hidden: torch.Tensor) -> torch.Tensor | Fp8Head:
+    """What the head multiplies with now, counted for the measured coverage where it is FP8."""
+    if not isinstance(head, RowwiseFrozenLinear):
+        return head.weight
+    if not head.enabled:
+        head.ran_high += 1
+        return head.dequantize().to(compute_dtype(hidden))
+    head.ran_fp8 += 1
+    return Fp8Head(
+        weight8_VK=head.weight,
+        scale_V=head.weight_scale,
+        split_accumulator=head.split_accumulator,
     )
 
 
@@ -183,7 +190,9 @@ def _loss_and_gradients(
     hidden = hidden_TK.detach()
     tokens = hidden.shape[0]
     vocabulary = (weight_VK if head is None else head.weight8_VK).shape[0]  # type: ignore[union-attr]
-    step = max(128, 1 << (_CHUNK_ELEMENTS // vocabulary).bit_length() - 1)
+    elements = _CHUNK_ELEMENTS if hidden.is_cuda else min(_CHUNK_ELEMENTS, CHUNK_ELEMENTS["cpu"])
+    step = chunk_rows(vocabulary, elements)
+    weight = None if weight_VK is None else weight_VK.detach().to(hidden.dtype)
     grad = need_dh or need_dw
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     dh = torch.empty_like(hidden) if need_dh else None
@@ -192,8 +201,8 @@ def _loss_and_gradients(
     for start in range(0, tokens, step):
         h, labels = hidden[start : start + step], labels_T[start : start + step]
         if head is None:
-            assert weight_VK is not None
-            z = h @ weight_VK.detach().to(h.dtype).t()
+            assert weight is not None
+            z = h @ weight.t()
         else:
             z = scaled_mm(
                 *quantize_rows(h), head.weight8_VK, head.scale_V,
@@ -201,7 +210,7 @@ def _loss_and_gradients(
             )  # fmt: skip
         total += cross_entropy_(z, labels, grad=grad).sum()
         if dh is not None:
-            dh[start : start + step] = _dh(z, weight_VK, head, transposed)
+            dh[start : start + step] = _dh(z, weight, head, transposed)
         if dw is not None:
             dw += z.t() @ h
     return total, dh, dw
@@ -215,7 +224,7 @@ def _dh(
 ) -> torch.Tensor:
     if head is None:
         assert weight_VK is not None
-        return dz_TV @ weight_VK.detach().to(dz_TV.dtype)
+        return dz_TV @ weight_VK
     assert transposed_KV is not None
     g8, sg = quantize_rows(dz_TV, head.scale_V)
     ones = torch.ones(transposed_KV.shape[0], device=dz_TV.device)

@@ -128,8 +128,12 @@ def run_training(
             display=display,
             stop=stop,
         )
-        if plan.backend == "torch" and (unfused := fuse_loss(model)):
-            display.note(f"the loss is not fused with the head: {unfused}")
+        if plan.loss.fused and (unfused := fuse_loss(model)):
+            raise SwiftFP8Error(
+                f"the plan fuses the loss with the head, but {unfused}",
+                where="train.fused_loss",
+                fix="set train.fused_loss=off",
+            )
         if start.step < total:
             _train(model, datasets, session, arguments, start)
             _require_taken_steps(session, total)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from swiftfp8.loss_plan import PLAIN_HEADS
 from swiftfp8.train import losses
 
 
@@ -77,3 +79,41 @@ def test_model_returns_the_plain_models_loss() -> None:
     torch.testing.assert_close(model(input_ids=ids).logits, expected.logits)
     twice = model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(60)).loss
     assert twice.item() == pytest.approx(expected.loss.item() * 30 / 60, rel=1e-5)
+
+
+@pytest.mark.parametrize("architecture", sorted(PLAIN_HEADS))
+def test_every_architecture_that_auto_fuses_has_a_plain_head(architecture: str) -> None:
+    kind = getattr(transformers, architecture)
+    config = kind.config_class(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, vocab_size=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    small = {
+        "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    }  # fmt: skip
+    for name, value in small.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    ids = torch.randint(3, 64, (2, 12))
+    with torch.no_grad():
+        expected = model(input_ids=ids, labels=ids).loss.item()
+        assert losses.fuse_loss(model) is None
+        assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_autocast_sets_the_dtype_of_the_chunks() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 32, requires_grad=True), torch.randn(100, 32)
+    labels = torch.randint(0, 100, (64,))
+    low = losses.linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = losses.linear_cross_entropy(hidden, weight, labels)
+    loss.backward()
+    assert loss.item() == low.item()
+    assert hidden.grad.dtype == torch.float32
