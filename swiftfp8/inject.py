@@ -21,9 +21,11 @@ from swiftfp8.adapters.lora import add_adapter
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.plan import FP8_RECIPES, LayerPlan, Plan
 from swiftfp8.precision._backend import PrecisionLinear, find_backend
+from swiftfp8.precision._selective import selective_checkpoint
 
 log = logging.getLogger(__name__)
 _PEFT_PREFIX = "base_model.model."
+_RECOMPUTE = {"none": "none", "selective": "cheap", "full": "full"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +74,12 @@ def inject_precision(model: PreTrainedModel, plan: Plan, device: str | torch.dev
             _replace(model, layer, plan, backend.convert, device)
     _move_rest(model, device)
     injected = model if plan.lora is None else add_adapter(model, plan.lora)
-    if plan.gradient_checkpointing:
+    if plan.gradient_checkpointing != "none":
         # After PEFT, which would else make the embeddings' output require gradients: recomputation
         # without re-entry needs none, and the first layer is spared its dgrad.
         enable_gradient_checkpointing(injected, plan)
-    if hasattr(backend, "finish"):
-        _report_unfused(backend.finish(injected))
+    if plan.fusion.layers:
+        _fuse(injected, plan, backend)
     return injected
 
 
@@ -129,8 +131,14 @@ def forward_context(plan: Plan) -> AbstractContextManager[Any]:
 
 
 def enable_gradient_checkpointing(model: nn.Module, plan: Plan) -> None:
-    """Recompute each decoder layer in the backward pass, under the recipe it ran with."""
-    function = find_backend(plan.backend).checkpoint(plan.recipe)
+    """Recompute each decoder layer in the backward pass, in full or all but its matmuls.
+
+    An FP8 layer is recomputed under the recipe that it ran with.
+    """
+    if plan.gradient_checkpointing == "selective" and plan.backend != "torch":
+        function = selective_checkpoint(plan.lora.rank if plan.lora else 0)
+    else:
+        function = find_backend(plan.backend).checkpoint(plan.recipe)
     switched = 0
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
@@ -142,7 +150,7 @@ def enable_gradient_checkpointing(model: nn.Module, plan: Plan) -> None:
     if not switched:
         raise SwiftFP8Error(
             f"{type(model).__name__} has no gradient checkpointing",
-            fix="set gradient_checkpointing=false",
+            fix="set gradient_checkpointing=none",
         )
 
 
@@ -235,8 +243,16 @@ def _move_rest(model: nn.Module, device: str | torch.device) -> None:
             module._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
-def _report_unfused(layers: Mapping[str, str | None]) -> None:
-    """Say which decoder layers run linear by linear, once for each reason."""
+def _fuse(model: nn.Module, plan: Plan, backend: Any) -> None:
+    """Run decoder layers as one function, which recomputes by itself what the plan says.
+
+    Says which layers run linear by linear, once for each reason.
+    """
+    layers: dict[str, str | None] = backend.finish(model)
+    for name in (name for name, reason in layers.items() if reason is None):
+        layer: Any = model.get_submodule(name)
+        layer.fused.recompute = _RECOMPUTE[plan.gradient_checkpointing]
+        layer.gradient_checkpointing = plan.gradient_checkpointing == "full"
     for reason in sorted({reason for reason in layers.values() if reason is not None}):
         names = [name for name, why in layers.items() if why == reason]
         log.warning("%d decoder layers run unfused, %s the first: %s", len(names), names[0], reason)

@@ -1,8 +1,6 @@
 """How much memory a training step peaks at, from shapes alone, and which batch would fit.
 
-All sizes in bytes; c is the bytes of the compute dtype (2 for BF16 and FP16, 4 for FP32), T the
-tokens of a micro-batch, L the decoder layers, h hidden size, i intermediate size, q heads x
-head_dim, V the vocabulary.
+All sizes in bytes; c is the bytes of the compute dtype (2 for BF16 and FP16, 4 for FP32).
 
 **Weights.** A frozen FP8 weight is 1 byte (+ a 4-byte scale per 128 x 128 block, or 1 byte per 32
 values for MXFP8), everything else c. Ada's and Hopper's FP8 matmul reads both operands along the
@@ -15,24 +13,10 @@ FP8 copies, with their transposes, live from the forward to the backward pass on
 the gradient in the weight's dtype, two moments in FP32, and 2 bytes that make a BF16 weight an
 exact FP32 master (train/masters.py); BF16 without masters keeps its moments in BF16.
 
-**Activations**, what autograd saves per token and layer of a Hugging Face decoder (pre-norm
-attention and SwiGLU; norms compute in FP32 and save their FP32 input):
-
-    two norms                                  8h          (full: + 2ch for the normalised values)
-    q, k, v after rotation, attention output   4cq         (k, v repeated for all heads)
-    gate, silu(gate), up                       3ci
-    inputs of q/k/v, of gate/up, of down       c(h + h + i), each only where a linear that reads it
-                                               has LoRA or is trained; with FP8 and tuner=full 1
-                                               byte in place of c (o's is the attention output)
-    eager attention                            heads x S x (4 + c), its S x S probabilities
-    packed rows under sdpa                     cS, the S x S mask that its kernel makes and keeps
-
-With gradient checkpointing each layer keeps its input alone, ch, and one layer at a time is
-recomputed; that layer's share counts only where it exceeds the logits, which are gone by then.
-
-**Logits.** The loss upcasts them: FP32 log-softmax and two gradients in flight, 12 bytes each, of
-T x V values. Gradients are counted in full beside them, as from the second micro-batch of an
-accumulation on; without accumulation a full fine-tune peaks lower by about that much.
+**Activations and logits** are counted in activations.py. The estimate is what is kept until the
+backward pass, and the larger of two things that pass: the logits, and one layer's backward.
+Gradients are counted in full beside them, as from the second micro-batch of an accumulation on;
+without accumulation a full fine-tune peaks lower by about that much.
 
 Checked against peaks measured on an H200 (tests/unit/test_memory.py): LoRA within 5%, full
 fine-tuning at most 15% too high.
@@ -40,20 +24,19 @@ fine-tuning at most 15% too high.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from swiftfp8.activations import Job, count_activations, fp8_head, logit_bytes
 from swiftfp8.hardware import ALL_FP8, GIB, Hardware
-from swiftfp8.loss_plan import CHUNK_ELEMENTS, chunk_rows
 from swiftfp8.models.meta import ModelMeta
 
 if TYPE_CHECKING:
     from swiftfp8.plan import LayerPlan
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-LOGIT_BYTES = 12
-CPU_CHUNK_BYTES = 16  # of a logit in the fused loss, without the GPU's kernel that works in place
+MOST_ROWS = 2**20
 MASTER_BYTES = 4 + 4 + 2  # moments in FP32, a master's remainder
 # What the framework takes beside tensors: CUDA context and cuBLAS, or Python and its libraries.
 WORKSPACE_GIB = {"cuda": 0.75, "cpu": 0.5}
@@ -104,43 +87,64 @@ def estimate_memory(
     lora_rank: int,
     micro_batch: int,
     max_length: int,
-    gradient_checkpointing: bool,
+    checkpointing: str = "none",
+    fused_layers: int = 0,
+    fused_loss: bool = False,
     attn_implementation: str = "sdpa",
     packing: bool = False,
     master_weights: bool = False,
-    fused_loss: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak of a step of `micro_batch` rows of `max_length` tokens.
 
     `layers` is the plan of every linear. `lora_rank` is ignored where no layer has LoRA.
-    `master_weights`: trained BF16 weights have FP32 masters.
+    `checkpointing` is "none", "selective" or "full"; `fused_layers` decoder layers are run as one
+    function by the torch backend. `master_weights`: trained BF16 weights have FP32 masters.
     """
     c = DTYPE_BYTES[compute_dtype]
     fixed = _without_tokens(meta, hardware, layers, c, compute_dtype, backend, tuner, lora_rank)
     if master_weights:
         fixed = replace(fixed, optimizer=meta.total_params * MASTER_BYTES / GIB)
-    probabilities = meta.num_heads * max_length * (4 + c) if attn_implementation == "eager" else 0
-    mask = max_length * c if packing and attn_implementation == "sdpa" else 0
-    per_layer = _layer_bytes(meta, layers, c, backend) + probabilities + mask
-    logits = float(meta.vocab_size * LOGIT_BYTES)
-    if fused_loss:
-        logits = 3.0 * c * meta.hidden_size  # the last hidden state, its gradient, that scaled
-        chunk = _chunk_bytes(meta, layers, hardware.device, c, micro_batch * max_length)
-        fixed = replace(fixed, logits=chunk / GIB)
-    if gradient_checkpointing:
-        activations = meta.num_layers * meta.hidden_size * c + max(0.0, per_layer - logits)
-    else:
-        activations = meta.num_layers * per_layer
-    row = (activations + logits) * max_length / GIB
-    room = int((fixed.available - fixed.total) / row)
-    return replace(
-        fixed,
-        activations=activations * max_length * micro_batch / GIB,
-        logits=fixed.logits + logits * max_length * micro_batch / GIB,
-        largest_micro_batch=max(0, room),
-        micro_batch=micro_batch,
+    job = Job(
+        c=c,
+        device=hardware.device,
+        backend=backend,
+        checkpointing=checkpointing,
+        fused_layers=fused_layers,
+        fused_loss=fused_loss,
+        lora_rank=lora_rank if any(layer.lora for layer in layers) else 0,
         max_length=max_length,
+        attn_implementation=attn_implementation,
+        packing=packing,
+        trained=tuner == "full",
     )
+    count = count_activations(meta, layers, job)
+
+    def step(rows: int) -> MemoryEstimate:
+        tokens = rows * max_length
+        logits = logit_bytes(meta, layers, job, tokens)
+        passing = count.passing * tokens + count.passing_fixed
+        activations = count.kept * tokens + count.kept_fixed + max(0.0, passing - logits)
+        return replace(
+            fixed,
+            activations=activations / GIB,
+            logits=logits / GIB,
+            micro_batch=rows,
+            max_length=max_length,
+        )
+
+    fits = _largest(lambda rows: step(rows).total <= fixed.available)
+    return replace(step(micro_batch), largest_micro_batch=fits)
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """The largest number of rows that fits, 0 where not even one does."""
+    low, high = 0, 1
+    while fits(high) and high < MOST_ROWS:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _without_tokens(
@@ -168,7 +172,7 @@ def _without_tokens(
         trained = weights
         copies = float(fp8_params + transposes) if backend == "te" else 0.0
     else:
-        head = _fp8_head(meta, layers)  # a tied one is a copy: the embedding keeps its own
+        head = fp8_head(meta, layers)  # a tied one is a copy: the embedding keeps its own
         replaced = fp8_params - (_size(head) if head is not None and meta.tied_head else 0)
         weights = (meta.total_params - replaced) * c + sum(_fp8_bytes(layer) for layer in fp8)
         trained = adapter_params * 4.0
@@ -188,44 +192,6 @@ def _without_tokens(
         available=hardware.memory_gib * USABLE[hardware.device],
         largest_micro_batch=0,
     )
-
-
-def _layer_bytes(
-    meta: ModelMeta, layers: Sequence[LayerPlan], c: int, backend: str | None
-) -> float:
-    """Bytes that one decoder layer saves per token, without attention probabilities."""
-    h, i, q = meta.hidden_size, meta.intermediate_size, meta.num_heads * meta.head_dim
-    decoder = {linear.name for linear in meta.linears if linear.kind == "linear"}
-    inputs: dict[tuple[str, int], int] = {}
-    trained = False
-    for layer in layers:
-        if layer.name not in decoder or not (layer.lora or layer.trainable):
-            continue
-        trained = trained or layer.trainable
-        if layer.in_features == q and q not in (h, i):
-            continue  # the attention output, which attention itself saves
-        held_in_fp8 = layer.trainable and backend == "te" and layer.precision in ALL_FP8
-        key = (layer.name.rpartition(".")[0], layer.in_features)
-        inputs[key] = max(inputs.get(key, 0), layer.in_features * (1 if held_in_fp8 else c))
-    norms = 8 * h + (2 * c * h if trained else 0)
-    return norms + 4 * c * q + 3 * c * i + sum(inputs.values()) / max(1, meta.num_layers)
-
-
-def _fp8_head(meta: ModelMeta, layers: Sequence[LayerPlan]) -> LayerPlan | None:
-    heads = {linear.name for linear in meta.linears if linear.kind == "head"}
-    return next((x for x in layers if x.name in heads and x.precision in ALL_FP8), None)
-
-
-def _chunk_bytes(
-    meta: ModelMeta, layers: Sequence[LayerPlan], device: str, c: int, tokens: int
-) -> float:
-    """What the fused loss holds for one chunk of logits; an FP8 head is transposed besides."""
-    rows = min(tokens, chunk_rows(meta.vocab_size, CHUNK_ELEMENTS[device]))
-    per_logit = c if device == "cuda" else CPU_CHUNK_BYTES
-    head = _fp8_head(meta, layers)
-    if head is None:
-        return float(rows * meta.vocab_size * per_logit)
-    return float(rows * meta.vocab_size * (per_logit + 1) + _size(head))
 
 
 def _size(layer: LayerPlan) -> int:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from swiftfp8.checkpointing import plan_checkpointing
 from swiftfp8.errors import SwiftFP8Error, raise_all
+from swiftfp8.fusion import NO_FUSION, FusionPlan, plan_fusion
 from swiftfp8.hardware import GIB, Hardware
 from swiftfp8.ladder import Fallback, Granted, climb
 from swiftfp8.loss_plan import PLAIN_LOSS, LossPlan, plan_loss
@@ -25,6 +28,7 @@ __all__ = [
     "FP8_RECIPES",
     "HIGH_PRECISIONS",
     "Fallback",
+    "FusionPlan",
     "LayerPlan",
     "LoraPlan",
     "LossPlan",
@@ -108,14 +112,16 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     lora: LoraPlan | None
     tuner: str
-    gradient_checkpointing: bool
+    gradient_checkpointing: str  # "none", "selective" or "full"
     loss_scaler: bool
     start_step: int
     fp8_token_multiple: int
     min_coverage: float
     coverage: float
     memory: MemoryEstimate
+    checkpointing_reason: str = ""
     loss: LossPlan = PLAIN_LOSS
+    fusion: FusionPlan = NO_FUSION
     decoder_coverage: float = 0.0
     master_weights: bool = False  # BF16 weights are trained on exact FP32 masters
     cpu_threads: int | None = None  # None leaves torch's choice
@@ -178,7 +184,15 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         )
     raise_all(problems)
     master_weights = _trains_bf16(config, granted) and config.optim.master_weights
-    memory = estimate_memory(
+    fusion = plan_fusion(
+        layers,
+        meta,
+        backend=granted.backend,
+        tuner=config.tuner,
+        lora_dropout=config.lora_dropout,
+    )
+    estimate = partial(
+        estimate_memory,
         meta,
         hardware,
         layers,
@@ -188,11 +202,18 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         lora_rank=config.lora_rank,
         micro_batch=config.per_device_train_batch_size,
         max_length=config.max_length,
-        gradient_checkpointing=config.gradient_checkpointing,
+        fused_layers=fusion.layers,
         attn_implementation=config.attn_implementation,
         packing=config.packing,
         master_weights=master_weights,
         fused_loss=loss.fused,
+    )
+    checkpointing, checkpointing_reason, memory = plan_checkpointing(
+        config.gradient_checkpointing,
+        backend=granted.backend,
+        recipe=granted.recipe,
+        fused_layers=fusion.layers,
+        estimate=lambda choice: estimate(checkpointing=choice),
     )
     return Plan(
         model_name=meta.name,
@@ -205,13 +226,15 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         layers=layers,
         lora=_lora_plan(config, layers),
         tuner=config.tuner,
-        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing=checkpointing,
+        checkpointing_reason=checkpointing_reason,
         loss_scaler=granted.compute_dtype == "fp16",
         start_step=config.precision.start_step,
         fp8_token_multiple=TOKEN_MULTIPLE[recipe.recipe] if recipe else 1,
         min_coverage=config.precision.min_coverage if config.dtype == "fp8" else 0.0,
         coverage=coverage,
         loss=loss,
+        fusion=fusion,
         decoder_coverage=_coverage([layer for layer in layers if layer.name not in heads]),
         master_weights=master_weights,
         cpu_threads=_cpu_threads(hardware, meta),
@@ -222,7 +245,7 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
             *option_notes,
             *_head_notes(layers, heads, meta),
             *_length_notes(config, meta),
-            *_notes(config, granted, memory),
+            *_notes(config, granted, memory, checkpointing),
         ),
     )
 
@@ -481,7 +504,9 @@ def _trains_bf16(config: Config, granted: Granted) -> bool:
     return config.tuner == "full" and granted.compute_dtype == "bf16"
 
 
-def _notes(config: Config, granted: Granted, memory: MemoryEstimate) -> list[str]:
+def _notes(
+    config: Config, granted: Granted, memory: MemoryEstimate, checkpointing: str
+) -> list[str]:
     notes = []
     if granted.recipe is not None and config.precision.start_step:
         notes.append(f"FP8 switches on at optimizer step {config.precision.start_step}")
@@ -498,7 +523,7 @@ def _notes(config: Config, granted: Granted, memory: MemoryEstimate) -> list[str
             if memory.largest_micro_batch
             else "not even one row fits"
         )
-        more = "" if config.gradient_checkpointing else "; gradient_checkpointing=true saves most"
+        more = "" if checkpointing == "full" else "; gradient_checkpointing=auto or full saves more"
         notes.append(
             f"the estimate of {memory.total:.1f} GiB is over the {memory.available:.1f} GiB that "
             f"can be used: {smaller}{more}"

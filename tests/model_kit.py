@@ -14,6 +14,7 @@ from transformers import (
 
 from swiftfp8.plan import (
     FP8_RECIPES,
+    FusionPlan,
     LayerPlan,
     LoraPlan,
     LossPlan,
@@ -72,7 +73,7 @@ def plan_for(
     dropout: float = 0.0,
     high: tuple[str, ...] = (),
     targets: tuple[str, ...] | None = None,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: bool | str = False,
     compute_dtype: str = "fp32",
     fused_loss: bool | None = None,
     head: str = "bf16",
@@ -101,6 +102,7 @@ def plan_for(
                 trainable=tuner == "full",
             )
         )
+    count = model.config.num_hidden_layers
     flops = [layer.in_features * layer.out_features for layer in layers]
     fp8 = [f for f, layer in zip(flops, layers, strict=True) if layer.precision in FP8_RECIPES]
     lora = LoraPlan(
@@ -121,7 +123,12 @@ def plan_for(
         layers=tuple(layers),
         lora=lora if tuner == "lora" else None,
         tuner=tuner,
-        gradient_checkpointing=gradient_checkpointing,
+        gradient_checkpointing={True: "full", False: "none"}.get(
+            gradient_checkpointing, gradient_checkpointing
+        ),
+        fusion=FusionPlan(
+            layers=count if backend == "torch" and tuner == "lora" else 0, total=count, reason=None
+        ),
         loss_scaler=False,
         loss=LossPlan(fused=backend == "torch" if fused_loss is None else fused_loss, reason=""),
         start_step=0,

@@ -50,6 +50,12 @@ def _on_off(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+def _checkpointing(value: Any) -> Any:
+    """Flags, as this key was once: true is `full`, false `none`."""
+    flags = {"true": "full", "false": "none"}
+    return flags.get(str(value).lower(), value) if isinstance(value, bool | str) else value
+
+
 def _expand_user(value: str | None) -> str | None:
     return os.path.expanduser(value) if value else value
 
@@ -61,6 +67,9 @@ def _expand_users(value: tuple[str, ...]) -> tuple[str, ...]:
 Names = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_frozen)]
 Sources = Annotated[Names, AfterValidator(_expand_users)]
 PathText = Annotated[str, AfterValidator(_expand_user)]
+Checkpointing = Annotated[
+    Literal["auto", "none", "selective", "full"], BeforeValidator(_checkpointing)
+]
 OnOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_off)]
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Real = Annotated[float, BeforeValidator(_no_bool)]
@@ -273,8 +282,10 @@ class Config:
     """Decoupled weight decay."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradient clipping; 0 turns it off."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Checkpointing = "auto"
+    """Recompute activations in the backward pass: `full` (or true) a whole layer at a time, for the
+    least memory and about a third more time; `selective` what is cheap to make again; `none` (or
+    false) nothing; `auto` the first of none, selective, full that fits the device's memory."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """Attention kernel, by its transformers name."""
     trust_remote_code: bool = False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from swiftfp8.config.schema import Config
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.models.checkpoint import check_checkpoint, read_config_json
+from swiftfp8.models.layer_form import why_layers_unfused
 from swiftfp8.models.loss_form import why_unfused
 from swiftfp8.models.meta import LinearMeta, ModelMeta
 from swiftfp8.models.quiet import quiet_transformers
@@ -71,6 +72,7 @@ def load_meta(source: ModelSource, config: Config) -> ModelMeta:
         total_params=sum(parameter.numel() for parameter in model.parameters()),
         keep_high=dict(source.family.keep_high),
         unfused_loss=why_unfused(model),
+        unfused_layers=why_layers_unfused(model),
         qk_norm=any(name.endswith(".q_norm") for name, _ in model.named_modules()),
     )
 

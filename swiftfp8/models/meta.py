@@ -33,6 +33,7 @@ class ModelMeta:
     `max_position_embeddings` positions, and none for more. Parameter counts are numbers of
     elements. `unfused_loss` is why head and loss can't be computed together in chunks, None where
     nothing in the model's structure speaks against it. `qk_norm`: attention normalizes q and k.
+    `unfused_layers` is why its decoder layers don't have the form that the torch backend fuses.
     """
 
     name: str
@@ -53,4 +54,5 @@ class ModelMeta:
     keep_high: dict[str, str]
     learned_positions: bool = False
     unfused_loss: str | None = None
+    unfused_layers: str | None = None
     qk_norm: bool = False

@@ -19,6 +19,11 @@ from rich.text import Text
 
 from swiftfp8.plan import FP8_RECIPES, LayerPlan, MemoryEstimate, Plan
 
+KEPT = {
+    "none": "all activations, nothing is recomputed",
+    "selective": "what matmuls and attention put out, the rest is recomputed",
+    "full": "each decoder layer's input, the layer is recomputed",
+}
 MEMORY_PARTS = {
     "weights": "weights",
     "transposes": "FP8 copies and transposes",
@@ -142,12 +147,25 @@ def _header(plan: Plan) -> Text:
         ("hardware", plan.hardware_name),
         ("precision", f"{plan.asked_dtype} asked, {given} given"),
         ("tuning", tuning),
+        ("layers", _fusion(plan)),
+        ("keeping", f"{KEPT[plan.gradient_checkpointing]} ({plan.checkpointing_reason})"),
         ("loss", f"{'fused with the head' if plan.loss.fused else 'plain'}: {plan.loss.reason}"),
     ):
+        if not value:
+            continue
         lines.append(f"{label:<11}", style="bold")
         lines.append(f"{value}\n")
     lines.rstrip()
     return lines
+
+
+def _fusion(plan: Plan) -> str:
+    """What the torch backend makes of the decoder layers."""
+    fusion = plan.fusion
+    if plan.backend != "torch":
+        return ""
+    rest = f"; linear by linear the others: {fusion.reason}" if fusion.reason else ""
+    return f"{fusion.layers} of {fusion.total} fused into one function each{rest}"
 
 
 def _fallback(asked: str, given: str, reason: str) -> Text:

@@ -266,7 +266,7 @@ def _failed(error: Exception, step: int, run_dir: Path) -> RunFailed:
             f"the GPU ran out of memory at step {step + 1}",
             where=str(run_dir),
             fix="lower per_device_train_batch_size (raise gradient_accumulation_steps to keep the "
-            f"step's size) or max_length, or set gradient_checkpointing=true; {back}",
+            f"step's size) or max_length, or set gradient_checkpointing=full; {back}",
         )
     text = (str(error).strip() or "no message").splitlines()[0]
     return RunFailed(

@@ -1,9 +1,10 @@
 """The estimate against measured peaks, and the ways it must bend with its inputs.
 
-Measured on one H200: LoRA r=16 on all linears, or full fine-tuning; 4 x 2048 tokens a step, SDPA,
-AdamW. Peaks are torch's allocations, so the workspace is left out.
+Measured on one H200, 4 x 2048 tokens a step where nothing else is said. Peaks are torch's
+allocations, so the workspace is left out.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ STEP = {
     "per_device_train_batch_size": 4,
     "max_length": 2048,
     "train": {"fused_loss": "off"},
+    "gradient_checkpointing": "none",
 }
 LINEARS_GIB = 6.525e9 / GIB  # a byte for each weight of the decoder's linears
 
@@ -26,20 +28,55 @@ def estimate(hardware: str = "h200", **options: Any) -> MemoryEstimate:
     return plan_for(hardware, qwen_7b(), **(STEP | options)).memory
 
 
-@pytest.mark.parametrize(
-    ("options", "measured"),
-    [
-        ({"dtype": "bf16"}, 32.56),
-        ({"dtype": "fp8"}, 30.84),
-        ({"dtype": "fp8", "gradient_checkpointing": True}, 18.47),
-    ],
-)
-def test_lora_is_within_5_percent_of_the_measured_peak(
-    options: dict[str, Any], measured: float
-) -> None:
-    """Eight layers of a 7B, injected as a run injects them."""
-    memory = plan_for("h200", eight_layers_of_7b(), **STEP, **options).memory
-    assert memory.total - memory.workspace == pytest.approx(measured, rel=0.05)
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A peak of torch's allocations on an H200, GiB, and the job that it is the peak of."""
+
+    gib: float
+    shape: str = "7b"
+    batch: int = 4
+    length: int = 2048
+    dtype: str = "fp8"
+    backend: str = "torch"
+    checkpointing: str = "none"
+    head: str = "bf16"
+    fused_loss: str = "on"
+    rank: int = 16
+    within: float = 0.1
+
+
+# LoRA on all linears, SDPA, AdamW. Add a row for each new measurement.
+MEASURED = [
+    Measured(gib=26.6),
+    Measured(gib=24.3, checkpointing="selective"),
+    Measured(gib=11.6, checkpointing="full"),
+    # With the BF16 head, 1.0 GiB, beside the FP8 one; a run drops it.
+    Measured(gib=25.3 - 1.0, checkpointing="selective", head="fp8"),
+    Measured(gib=32.56, shape="8 of 7b", dtype="bf16", fused_loss="off", within=0.05),
+    Measured(gib=30.84, shape="8 of 7b", backend="te", fused_loss="off", within=0.05),
+    Measured(
+        gib=18.47, shape="8 of 7b", backend="te", fused_loss="off", checkpointing="full",
+        within=0.05,
+    ),
+    Measured(gib=73.6, dtype="bf16", fused_loss="off", within=0.05),
+    Measured(gib=18.8, dtype="bf16", checkpointing="full", within=0.05),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=str)
+def test_lora_is_near_the_measured_peak(row: Measured) -> None:
+    memory = plan_for(
+        "h200",
+        {"7b": qwen_7b, "0.5b": qwen_half_b, "8 of 7b": eight_layers_of_7b}[row.shape](),
+        dtype=row.dtype,
+        precision={"backend": row.backend, "head": row.head},
+        lora_rank=row.rank,
+        per_device_train_batch_size=row.batch,
+        max_length=row.length,
+        gradient_checkpointing=row.checkpointing,
+        train={"fused_loss": row.fused_loss},
+    ).memory
+    assert memory.total - memory.workspace == pytest.approx(row.gib, rel=row.within)
 
 
 @pytest.mark.parametrize(("dtype", "measured"), [("bf16", 44.52), ("fp8", 47.29)])
@@ -64,25 +101,11 @@ def eight_layers_of_7b() -> Any:
     )
 
 
-def test_plain_peft_in_bf16_peaks_as_measured() -> None:
-    memory = estimate(dtype="bf16")
-    assert memory.total - memory.workspace == pytest.approx(73.6, rel=0.05)
-
-
 def test_two_fp8_copies_peak_as_measured() -> None:
     """te.Linear under PEFT keeps each transpose, and measures no gain; we drop it."""
     memory = estimate()
     kept = memory.total - memory.workspace - memory.transposes + LINEARS_GIB
     assert kept == pytest.approx(73.6, rel=0.05)
-
-
-def test_gradient_checkpointing_without_logits_peaks_as_measured() -> None:
-    """18.8 GiB in BF16 with a fused loss."""
-    options = STEP | {"train": {"fused_loss": "on"}}
-    memory = plan_for(
-        "h200", qwen_7b(), dtype="bf16", gradient_checkpointing=True, **options
-    ).memory
-    assert memory.total - memory.workspace == pytest.approx(18.8, rel=0.05)
 
 
 def test_one_fp8_copy_saves_a_byte_a_weight() -> None:

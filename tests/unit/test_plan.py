@@ -1,6 +1,7 @@
 import io
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -208,6 +209,28 @@ def test_the_torch_backend_needs_no_transformer_engine() -> None:
     assert plan.recipe is not None and plan.recipe.recipe == "fp8_current"
     assert not plan.fallbacks
     assert any("experimental" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "fused", "why"),
+    [
+        ({}, {}, 28, None),
+        ({}, {"lora_dropout": 0.1}, 0, "LoRA has dropout"),
+        ({}, {"tuner": "full"}, 0, "tuner=full"),
+        ({"unfused_layers": "its norms have another form"}, {}, 0, "norms have another form"),
+        ({"architecture": "GraniteForCausalLM"}, {}, 0, "not among the architectures"),
+        ({}, {"precision": {"exclude": ["layers.3.mlp.up_proj"]}}, 27, "precision.exclude="),
+    ],
+)
+def test_the_plan_says_which_layers_are_fused(
+    change: dict[str, str], options: dict[str, Any], fused: int, why: str | None
+) -> None:
+    precision = {"backend": "torch", **options.pop("precision", {})}
+    plan = plan_for("h200", replace(qwen_7b(), **change), precision=precision, **options)
+    assert (plan.fusion.layers, plan.fusion.total) == (fused, 28)
+    assert why is None if plan.fusion.reason is None else why and why in plan.fusion.reason
+    assert f"{fused} of 28 fused" in " ".join(printed(plan).split())
+    assert "fused into" not in printed(plan_for("h200"))
 
 
 def test_the_torch_backend_names_the_recipe_that_it_lacks() -> None:

@@ -1,0 +1,72 @@
+"""Which decoder layers the `torch` backend runs as one function, decided without the weights.
+
+The fused layer (precision/kernels/decoder.py) writes out one form: pre-norm attention and SwiGLU,
+plain residuals, rotary positions in every layer. A model's own code may differ from it in what no
+attribute shows (a factor on a residual, a layer without positions), so only architectures that are
+tested against their own forward pass are fused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swiftfp8.models.meta import ModelMeta
+
+if TYPE_CHECKING:
+    from swiftfp8.plan import LayerPlan
+
+FUSED_RECIPE = "fp8_current"
+FUSED_ARCHITECTURES = frozenset(
+    f"{name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionPlan:
+    """How many of the decoder layers run fused; `reason` is why the others do not."""
+
+    layers: int
+    total: int
+    reason: str | None
+
+
+NO_FUSION = FusionPlan(layers=0, total=0, reason="not planned")
+
+
+def why_not_fused(meta: ModelMeta, *, tuner: str, lora_dropout: float) -> str | None:
+    """Why none of the model's decoder layers can be fused, or None where its form allows it."""
+    if tuner == "full":
+        return "its weights are trained (tuner=full), and fused layers hold theirs in FP8 alone"
+    if lora_dropout > 0:
+        return f"LoRA has dropout (lora_dropout={lora_dropout:g})"
+    if meta.unfused_layers is not None:
+        return meta.unfused_layers
+    if meta.architecture not in FUSED_ARCHITECTURES:
+        return f"{meta.architecture} is not among the architectures that are tested fused"
+    return None
+
+
+def plan_fusion(
+    layers: Sequence[LayerPlan],
+    meta: ModelMeta,
+    *,
+    backend: str | None,
+    tuner: str,
+    lora_dropout: float,
+) -> FusionPlan:
+    """The decoder layers whose linears are all in FP8 on the `torch` backend."""
+    total = meta.num_layers
+    if backend != "torch":
+        return FusionPlan(layers=0, total=total, reason="only the torch backend fuses layers")
+    reason = why_not_fused(meta, tuner=tuner, lora_dropout=lora_dropout)
+    if reason is not None:
+        return FusionPlan(layers=0, total=total, reason=reason)
+    numbers = {linear.name: linear.layer for linear in meta.linears}
+    high = {numbers[x.name]: x.reason for x in layers if x.precision != FUSED_RECIPE}
+    high.pop(None, None)  # the head
+    reasons = Counter(high.values()).most_common(1)
+    why = f"a linear in them is not in FP8: {reasons[0][0]}" if reasons else None
+    return FusionPlan(layers=total - len(high), total=total, reason=why)
