@@ -63,18 +63,21 @@ class Granted:
     notes: tuple[str, ...] = ()
 
 
-def climb(dtype: str, precision: PrecisionConfig, hardware: Hardware) -> Granted:
-    """Find the first rung that holds, from `dtype` and the `precision` options."""
+def climb(dtype: str, precision: PrecisionConfig, hardware: Hardware, backend: str) -> Granted:
+    """Find the first rung that holds, from `dtype` and the `precision` options, on `backend`.
+
+    `backend` is `precision.backend`, or what `auto` became.
+    """
     if dtype != "fp8":
         return _high_only(dtype, hardware)
     compute_dtype, skipped = _first_high("bf16", hardware)
-    if precision.backend != "emulated":
-        granted = _hardware_fp8(precision.recipe, precision.backend, compute_dtype, hardware)
+    if backend != "emulated":
+        granted = _hardware_fp8(precision.recipe, backend, compute_dtype, hardware)
         if granted is not None:
             return granted
-    why_not = _why_not(precision.backend, hardware)
+    why_not = _why_not(backend, hardware)
     reason = why_not("fp8_current") or "no FP8 recipe runs here"
-    if precision.backend == "emulated" or precision.emulate:
+    if backend == "emulated" or precision.emulate:
         return _emulated(precision, compute_dtype, skipped, reason)
     full_reason = "; ".join([reason, *skipped])
     fallback = Fallback(
@@ -118,7 +121,7 @@ def _first_high(asked: str, hardware: Hardware) -> tuple[str, list[str]]:
 
 
 def _why_not(backend: str, hardware: Hardware) -> Callable[[str], str | None]:
-    """What tells why a recipe can't run on a backend; `auto` is Transformer Engine."""
+    """What tells why a recipe can't run on a backend."""
     return hardware.why_not_torch if backend == "torch" else hardware.why_not
 
 

@@ -12,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from swiftfp8.checkpointing import plan_checkpointing
+from swiftfp8.engine import Engine, choose_engine
 from swiftfp8.errors import SwiftFP8Error, raise_all
-from swiftfp8.fusion import NO_FUSION, FusionPlan, plan_fusion
+from swiftfp8.fusion import NO_FUSION, FusionPlan, plan_fusion, why_not_fused
 from swiftfp8.hardware import GIB, Hardware
 from swiftfp8.ladder import Fallback, Granted, climb
 from swiftfp8.loss_plan import PLAIN_LOSS, LossPlan, plan_loss
@@ -143,7 +144,13 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
             under `precision.strict`, and for a coverage under `precision.min_coverage`; all
             problems together.
     """
-    granted = climb(config.dtype, config.precision, hardware)
+    engine = choose_engine(
+        config.precision.backend,
+        config.precision.recipe,
+        hardware,
+        unfused=why_not_fused(meta, tuner=config.tuner, lora_dropout=config.lora_dropout),
+    )
+    granted = climb(config.dtype, config.precision, hardware, engine.name)
     problems = unmatched_excludes(config.precision.exclude, meta)
     targets: set[str] = set()
     if config.tuner == "lora":
@@ -241,6 +248,7 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         memory=memory,
         fallbacks=granted.fallbacks,
         notes=(
+            *_engine_notes(engine, granted),
             *granted.notes,
             *option_notes,
             *_head_notes(layers, heads, meta),
@@ -346,6 +354,12 @@ def _head_problems(config: Config, *, has_lora: bool) -> list[SwiftFP8Error]:
             fix="set precision.head=bf16",
         )
     ]
+
+
+def _engine_notes(engine: Engine, granted: Granted) -> list[str]:
+    if engine.reason is None or granted.backend != engine.name:
+        return []
+    return [f"precision.backend=auto took {engine.name}: {engine.reason}"]
 
 
 def _head_notes(layers: tuple[LayerPlan, ...], heads: set[str], meta: ModelMeta) -> list[str]:
