@@ -21,6 +21,7 @@ from swiftfp8.loss_plan import PLAIN_LOSS, LossPlan, plan_loss
 from swiftfp8.memory import MemoryEstimate, estimate_memory
 from swiftfp8.models.meta import LinearMeta, ModelMeta
 from swiftfp8.selection import lora_targets, matches, unmatched_excludes
+from swiftfp8.speed import step_seconds
 
 if TYPE_CHECKING:
     from swiftfp8.config.schema import Config, PrecisionConfig
@@ -139,11 +140,37 @@ class Plan:
 def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     """Decide precision, adapters and batch shape for every linear of `meta` on `hardware`.
 
+    Under `precision.auto` FP8 gives way to BF16 where that is expected to be faster, and fits.
+
     Raises:
         SwiftFP8Error: for options that match nothing or contradict each other, for a fallback
             under `precision.strict`, and for a coverage under `precision.min_coverage`; all
             problems together.
     """
+    asked = _plan_as_asked(config, hardware, meta)
+    rows, length = config.per_device_train_batch_size, config.max_length
+    fp8_s = step_seconds(asked, meta, micro_batch=rows, max_length=length)
+    if asked.recipe is None or fp8_s is None:
+        return asked
+    high = _plan_as_asked(replace(config, dtype="bf16"), hardware, meta)
+    high_s = step_seconds(high, meta, micro_batch=rows, max_length=length)
+    if high_s is None or fp8_s < high_s:
+        return asked
+    slower = (
+        f"a step in FP8 is expected to take {1e3 * fp8_s:.0f} ms and one in BF16 "
+        f"{1e3 * high_s:.0f} ms, by a model of an H200: shapes this small are bound by launches"
+    )
+    if not config.precision.auto:
+        return replace(asked, notes=(*asked.notes, f"{slower}; precision.auto=true takes BF16"))
+    if asked.memory.total <= asked.memory.available < high.memory.total:
+        return replace(asked, notes=(*asked.notes, f"{slower}, but BF16 would not fit"))
+    reason = "precision.auto=true: see the note"
+    layers = tuple(replace(layer, reason=reason) for layer in high.layers)
+    notes = (f"precision.auto=true took BF16: {slower}", *high.notes)
+    return replace(high, asked_dtype=config.dtype, layers=layers, notes=notes)
+
+
+def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     engine = choose_engine(
         config.precision.backend,
         config.precision.recipe,

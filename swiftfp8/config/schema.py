@@ -92,6 +92,8 @@ class PrecisionConfig:
     head: Literal["bf16", "fp8"] = "bf16"
     """Precision of the frozen output head: `fp8` runs its matmuls in FP8 within the fused loss of
     the `torch` backend."""
+    auto: bool = False
+    """Take BF16 in place of FP8 where a step in FP8 is expected to be slower, and BF16 fits."""
     emulate: bool = False
     """Run FP8 numerics emulated where no FP8 hardware is found, instead of falling back."""
     fp8_format: Literal["e4m3", "hybrid"] = "hybrid"
