@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from swiftfp8.config.schema import Config, DataConfig, ExportConfig
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.calibrate import WINDOW, Calibration, calibrate, calibration_text
+from swiftfp8.export.clock import Clock
 from swiftfp8.export.layout import Layout
 from swiftfp8.export.source import Source
 from swiftfp8.export.staging import check_space
@@ -42,6 +43,7 @@ def calibrated(
     *,
     device: str = "cpu",
     console: Console | None = None,
+    clock: Clock | None = None,
 ) -> Iterator[tuple[Layout, Calibration | None]]:
     """The layout with calibrated rounding, and what that gained; as it was, without `calibrate`.
 
@@ -65,7 +67,8 @@ def calibrated(
     )
     with tempfile.TemporaryDirectory(prefix="swiftfp8-calibrate-") as folder:
         check_space(Path(folder), layout.nbytes)
-        with _progress(console or Console()) as advance:
+        clock = clock or Clock()
+        with clock.stage("calibrate"), _progress(console or Console()) as advance:
             quantizer, calibration = calibrate(
                 source, layout, text, Path(folder), device=device, advance=advance
             )

@@ -7,16 +7,20 @@ computed, so headers are written first and tensors follow in order, in pieces.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
+import os
 import re
 import struct
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -97,7 +101,7 @@ class _Place:
 class CheckpointReader:
     """The tensors of a Hugging Face directory: `specs` in file order, and any rows of them.
 
-    `files` are read in place of the directory's own shards.
+    `files` are read in place of the directory's own shards. Several threads may read at once.
 
     Raises:
         SwiftFP8Error: no safetensors, a missing shard, a truncated or damaged file.
@@ -107,33 +111,45 @@ class CheckpointReader:
         self.directory = directory
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, _Place] = {}
-        self._open: tuple[Path, io.BufferedReader] | None = None
+        self._open: dict[Path, io.FileIO] = {}
+        self._opening = threading.Lock()
         for file in shard_files(directory) if files is None else files:
             self._add(file)
 
-    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor, in its stored dtype, freshly allocated."""
+    def rows(
+        self,
+        name: str,
+        start: int = 0,
+        stop: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Rows [start, stop) of a tensor on `device`, in its stored dtype, freshly allocated."""
         spec, place = self.specs[name], self._places[name]
         count = (spec.rows if stop is None else stop) - start
-        buffer = torch.empty(count * spec.row_bytes, dtype=torch.uint8)
-        handle = self._handle(place.file)
-        handle.seek(place.offset + start * spec.row_bytes)
-        if handle.readinto(as_buffer(buffer)) != buffer.numel():
-            raise _damaged(place.file, "the file ended while it was being read")
+        pinned = torch.device(device).type == "cuda"
+        buffer = torch.empty(count * spec.row_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._read(place.file, as_buffer(buffer), place.offset + start * spec.row_bytes)
         shape = (count, *spec.shape[1:]) if spec.shape else ()
-        return buffer.view(spec.torch_dtype).view(shape)
+        return buffer.to(device, non_blocking=True).view(spec.torch_dtype).view(shape)
 
     def close(self) -> None:
-        """Close the file that is open, if one is."""
-        if self._open:
-            self._open[1].close()
-            self._open = None
+        """Close the files that are open."""
+        with self._opening:
+            for handle in self._open.values():
+                handle.close()
+            self._open.clear()
 
-    def _handle(self, file: Path) -> io.BufferedReader:
-        if self._open is None or self._open[0] != file:
-            self.close()
-            self._open = (file, file.open("rb"))
-        return self._open[1]
+    def _read(self, file: Path, into: memoryview, offset: int) -> None:
+        with self._opening:
+            if file not in self._open:
+                self._open[file] = file.open("rb", buffering=0)
+            handle = self._open[file].fileno()
+        done = 0
+        while done < len(into):
+            count = os.preadv(handle, [into[done:]], offset + done)
+            if count == 0:
+                raise _damaged(file, "the file ended while it was being read")
+            done += count
 
     def _add(self, file: Path) -> None:
         for spec, offset in read_header(file):
@@ -143,34 +159,61 @@ class CheckpointReader:
             self._places[spec.name] = _Place(file=file, offset=offset)
 
 
+class ShardJournal(Protocol):
+    """Who is told of finished shards, and knows those that an earlier attempt finished."""
+
+    def finished(self, file: str) -> bool:
+        """Whether the shard of this name is complete already."""
+
+    def add(self, file: str, nbytes: int, sha256: str) -> None:
+        """Note that a shard is complete."""
+
+
 class CheckpointWriter:
     """Writes tensors, in the order of `specs`, as shards of at most `max_shard_bytes`.
 
     A tensor may come in several pieces of rows. Use as a context manager: leaving it in good
-    order writes the index. One shard becomes `model.safetensors` without an index.
+    order writes the index. One shard becomes `model.safetensors` without an index. What belongs
+    to a shard that `journal` knows as finished may come or not, and is not written again.
     """
 
-    def __init__(self, directory: Path, specs: Sequence[TensorSpec], max_shard_bytes: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        specs: Sequence[TensorSpec],
+        max_shard_bytes: int,
+        journal: ShardJournal | None = None,
+    ) -> None:
         self.directory = directory
         self._shards = split_shards(specs, max_shard_bytes)
-        self._todo = [(n, spec) for n, shard in enumerate(self._shards) for spec in shard]
+        self._all = [(n, spec) for n, shard in enumerate(self._shards) for spec in shard]
+        self._journal = journal
+        there = {n for n in range(len(self._shards)) if self._is_finished(n)}
+        self._there = {spec.name for n, spec in self._all if n in there}
+        self._todo = [(n, spec) for n, spec in self._all if n not in there]
         self._next = 0
         self._missing_bytes = 0
         self._shard = -1
-        self._file: io.BufferedWriter | None = None
+        self._file: io.FileIO | None = None
+        self._sum = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1, "swiftfp8-hash")
 
-    def write(self, name: str, piece: Tensor) -> int:
-        """Append a piece of tensor `name`; returns how many bytes were written."""
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether all of these tensors are in shards that were finished before."""
+        return self._there.issuperset(names)
+
+    def write(self, name: str, piece: Tensor) -> None:
+        """Append a piece of tensor `name`."""
+        if name in self._there:
+            return
         if self._missing_bytes == 0:
             self._begin(name)
         _, spec = self._todo[self._next - 1]
         assert spec.name == name and spec.torch_dtype == piece.dtype, (spec, name, piece.dtype)
         raw = piece.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
         assert raw.numel() <= self._missing_bytes, f"{name}: more bytes than its shape has"
-        assert self._file is not None
-        self._file.write(as_buffer(raw))
+        self._put(as_buffer(raw))
         self._missing_bytes -= raw.numel()
-        return raw.numel()
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -181,11 +224,13 @@ class CheckpointWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._file:
-            self._file.close()
+        self._hasher.shutdown()
         if kind is None:
             assert self._missing_bytes == 0 and self._next == len(self._todo), "tensors missing"
+            self._finish()
             self._write_index()
+        elif self._file:
+            self._file.close()
 
     def _begin(self, name: str) -> None:
         shard, spec = self._todo[self._next]
@@ -193,11 +238,34 @@ class CheckpointWriter:
         self._next += 1
         self._missing_bytes = spec.nbytes
         if shard != self._shard:
-            if self._file:
-                self._file.close()
+            self._finish()
             self._shard = shard
-            self._file = (self.directory / self._shard_name(shard)).open("wb")
-            self._file.write(_header_bytes(self._shards[shard]))
+            self._file = (self.directory / self._shard_name(shard)).open("wb", buffering=0)
+            self._sum = hashlib.sha256()
+            self._put(memoryview(_header_bytes(self._shards[shard])))
+
+    def _put(self, raw: memoryview) -> None:
+        """Write and hash at the same time."""
+        assert self._file is not None
+        hashed = self._hasher.submit(self._sum.update, raw) if self._journal else None
+        done = 0
+        while done < len(raw):
+            done += self._file.write(raw[done:])
+        if hashed:
+            hashed.result()
+
+    def _finish(self) -> None:
+        """Close the shard that is open, if one is, and note it."""
+        if self._file is None:
+            return
+        size = self._file.tell()
+        self._file.close()
+        self._file = None
+        if self._journal:
+            self._journal.add(self._shard_name(self._shard), size, self._sum.hexdigest())
+
+    def _is_finished(self, shard: int) -> bool:
+        return self._journal is not None and self._journal.finished(self._shard_name(shard))
 
     def _shard_name(self, shard: int) -> str:
         if len(self._shards) == 1:
@@ -207,8 +275,8 @@ class CheckpointWriter:
     def _write_index(self) -> None:
         if len(self._shards) == 1:
             return
-        weight_map = {spec.name: self._shard_name(shard) for shard, spec in self._todo}
-        total = sum(spec.nbytes for _, spec in self._todo)
+        weight_map = {spec.name: self._shard_name(shard) for shard, spec in self._all}
+        total = sum(spec.nbytes for _, spec in self._all)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (self.directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 

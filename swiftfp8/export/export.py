@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.calibrate import calibration_text
 from swiftfp8.export.calibrate_stage import CalibrationRows, calibrated
 from swiftfp8.export.checkpoint_io import parse_size
+from swiftfp8.export.clock import Clock
 from swiftfp8.export.fidelity import Fidelity, measure_fidelity
 from swiftfp8.export.files import copy_companions, has_tokenizer, write_config
 from swiftfp8.export.input_ranges import measure_input_amax
@@ -91,16 +91,18 @@ def export_checkpoint(
         RunFailed: the verification found a fault; nothing is left behind.
     """
     context = context or ExportContext()
-    began = time.monotonic()
+    clock = Clock()
     _refuse_overlap(export_dir, model_dir, adapter_dir)
     check_target(export_dir, overwrite=settings.overwrite)
     _require_format(settings)
     texts = _existing_files(settings.fidelity_dataset)
     max_shard_bytes = parse_size(settings.max_shard_size)
-    source = open_source(model_dir, adapter_dir, trust_remote_code=context.trust_remote_code)
-    export_format, options, layout, why = _describe(source, settings, context.keep)
+    with clock.stage("open"):
+        source = open_source(model_dir, adapter_dir, trust_remote_code=context.trust_remote_code)
+        export_format, options, layout, why = _describe(source, settings, context.keep)
     if getattr(export_format, "STATIC_INPUTS", False):
-        options = replace(options, input_amax=_input_amax(source, layout, settings, context))
+        with clock.stage("measure inputs"):
+            options = replace(options, input_amax=_input_amax(source, layout, settings, context))
         layout = export_format.describe(source, options)
     with (
         calibrated(
@@ -110,10 +112,11 @@ def export_checkpoint(
             context.calibration_rows,
             device=context.device,
             console=context.console,
+            clock=clock,
         ) as (layout, calibration),
         staged(export_dir, overwrite=settings.overwrite, needed_bytes=layout.nbytes) as partial,
     ):
-        with _progress(source.nbytes, context.console) as advance:
+        with clock.stage("write"), _progress(source.nbytes, context.console) as advance:
             job = WriteJob(max_shard_bytes=max_shard_bytes, device=context.device, advance=advance)
             errors = export_format.write(source, layout, partial, job)
         require_survival(errors, settings.min_survival)
@@ -122,12 +125,17 @@ def export_checkpoint(
         copy_companions(model_dir, adapter_dir, partial, model=layout.config is not None)
         if layout.config is not None:
             add_turn_ends(partial, trust_remote_code=context.trust_remote_code)
-        faults = verify_directory(
-            partial, layout.format, trust_remote_code=context.trust_remote_code
-        )
+        with clock.stage("check files"), context.console.status("verifying: files and bytes"):
+            faults = verify_directory(
+                partial, layout.format, trust_remote_code=context.trust_remote_code
+            )
         warnings = require_sound(_as_source(faults, model_dir, adapter_dir))
-        reload, read_back = _read_again(source, layout, export_format, partial, settings, context)
-        fidelity = _fidelity(source, layout, export_format, partial, settings, context, texts)
+        with clock.stage("read again"):
+            reload, read_back = _read_again(
+                source, layout, export_format, partial, settings, context
+            )
+        with clock.stage("fidelity"):
+            fidelity = _fidelity(source, layout, export_format, partial, settings, context, texts)
         report = _report(source, layout, partial, errors, context, export_dir=export_dir)
         report = replace(
             report,
@@ -137,7 +145,8 @@ def export_checkpoint(
             fidelity=fidelity,
             calibration=calibration,
             warnings=(*format_warnings(layout.format), *warnings),
-            seconds=time.monotonic() - began,
+            seconds=clock.seconds,
+            stages=clock.stages,
         )
         write_report(report, partial)
     return report

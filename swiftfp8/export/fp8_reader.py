@@ -31,8 +31,14 @@ class TensorReader(Protocol):
     directory: Path
     specs: dict[str, TensorSpec]
 
-    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor."""
+    def rows(
+        self,
+        name: str,
+        start: int = 0,
+        stop: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Rows [start, stop) of a tensor, on `device`."""
 
 
 def open_tensors(directory: Path, config: Mapping[str, Any]) -> TensorReader:
@@ -72,12 +78,18 @@ class DequantizingReader:
         """Names of the weights that are FP8 on disk."""
         return frozenset(self._scales)
 
-    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def rows(
+        self,
+        name: str,
+        start: int = 0,
+        stop: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
         """Rows [start, stop): float32 for FP8 weights, as stored for others."""
-        data = self._stored.rows(name, start, stop)
+        data = self._stored.rows(name, start, stop, device)
         if name not in self._scales:
             return data
-        scale = self._stored.rows(self._scales[name]).to(torch.float32)
+        scale = self._stored.rows(self._scales[name], device=device).to(torch.float32)
         end = start + data.shape[0]
         return data.to(torch.float32).mul_(self._expand(scale, self.specs[name], start, end))
 
@@ -91,7 +103,7 @@ class DequantizingReader:
             return scale.reshape(1, 1)
         if scale.numel() == spec.rows and scale.shape[0] == spec.rows:
             return scale.reshape(-1, 1)[start:stop]
-        rows = torch.arange(start, stop) // self._block[0]
+        rows = torch.arange(start, stop, device=scale.device) // self._block[0]
         return scale[rows].repeat_interleave(self._block[1], 1)[:, : spec.columns]
 
 

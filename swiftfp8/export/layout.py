@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from swiftfp8.export.checkpoint_io import TensorSpec
+from swiftfp8.export.checkpoint_io import ShardJournal, TensorSpec
 from swiftfp8.export.layers import Decision, ModelLayers
 from swiftfp8.export.quantize import QuantizedTensor
 from swiftfp8.export.source import Source
@@ -100,11 +100,26 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteJob:
-    """How to write: shard size, device of the arithmetic, and whom to tell of bytes read."""
+    """How to write: shard size, device of the arithmetic, and whom to tell of bytes read.
+
+    `journal` keeps what is finished for an export that is interrupted and resumed.
+    """
 
     max_shard_bytes: int
     device: torch.device | str = "cpu"
     advance: Callable[[int], None] = lambda count: None
+    journal: Journal | None = None
+
+
+class Journal(ShardJournal, Protocol):
+    """A shard journal that also keeps what quantization cost the layers in it."""
+
+    @property
+    def layers(self) -> Mapping[str, LayerError]:
+        """Layers by name, of this and earlier attempts."""
+
+    def measured(self, layer: LayerError) -> None:
+        """Note a layer; it is kept with the next shard that is complete."""
 
 
 class ExportFormat(Protocol):

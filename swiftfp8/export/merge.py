@@ -95,7 +95,7 @@ class MergedCheckpoint:
             replacement = self._replaced[name]
             part = replacement[start:stop] if replacement.dim() else replacement
             return part.to(device, torch.float32)
-        stored = self.base.rows(name, start, stop).to(device)
+        stored = self.base.rows(name, start, stop, device)
         if name not in self._updates:
             return stored
         end = self.specs[name].rows if stop is None else stop

@@ -32,7 +32,8 @@ FP8_MAX = 448.0
 AMAX_FLOOR = 1e-12
 FP8 = torch.float8_e4m3fn
 BLOCK = (128, 128)
-_SLAB_ELEMENTS = 1 << 20  # 4 MiB of float32: a slab and its temporaries stay in the cache
+_SLAB_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # read and written at once: 2 and 32 MiB of BF16
+_TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}  # computed at once: a CPU's cache holds it
 _MANTISSA_BITS = 23
 _MANTISSA_OF_1_75 = 0x600000  # 448 = 1.75 * 2**8
 
@@ -58,26 +59,24 @@ def quantize_weight(
         SwiftFP8Error: the weight holds NaN or infinity.
     """
     rows, columns = weight_NK.shape
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
     data = torch.empty(rows, columns, dtype=FP8, device=weight_NK.device)
-    scales = []
-    for start, stop in slabs(rows, columns, block[0]):
-        given = None if scale is None else scale[start // block[0] : -(-stop // block[0])]
-        part = _quantize_slab(weight_NK[start:stop].to(torch.float32), block, given)
-        data[start:stop] = part.data
-        scales.append(part.scale)
-    return QuantizedTensor(data=data, scale=torch.cat(scales), block_shape=block)
+    scales = torch.empty(grid, dtype=torch.float32, device=weight_NK.device)
+    amaxes = torch.empty_like(scales)
+    for tile, cell in _tiles(weight_NK, block):
+        given = None if scale is None else scale[cell]
+        data[tile], scales[cell], amaxes[cell] = _quantize_tile(
+            weight_NK[tile].to(torch.float32), block, given
+        )
+    require_finite(amaxes)
+    return QuantizedTensor(data=data, scale=scales, block_shape=block)
 
 
 def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The matrix [N, K] that a reader of the checkpoint gets: data * scale, cast to `dtype`."""
-    rows, columns = quantized.data.shape
-    block_rows, block_columns = quantized.block_shape
-    out = torch.empty(rows, columns, dtype=dtype, device=quantized.data.device)
-    for start, stop in slabs(rows, columns, block_rows):
-        scale = quantized.scale[start // block_rows : -(-stop // block_rows)]
-        scale = scale.repeat_interleave(block_rows, 0)[: stop - start]
-        scale = scale.repeat_interleave(block_columns, 1)[:, :columns]
-        out[start:stop] = quantized.data[start:stop].to(torch.float32) * scale
+    out = torch.empty(quantized.data.shape, dtype=dtype, device=quantized.data.device)
+    for tile, cell in _tiles(quantized.data, quantized.block_shape):
+        out[tile] = _dequantize_tile(quantized, tile, cell)
     return out
 
 
@@ -104,10 +103,19 @@ class ErrorMeter:
 
     def add(self, exact: Tensor, quantized: QuantizedTensor) -> None:
         """Count a slab: `exact` is the float32 weight that `quantized` was made from."""
-        difference = dequantize(quantized).sub_(exact).flatten()
-        flat = exact.flatten()
-        self.error += float(torch.dot(difference, difference))
-        self.signal += float(torch.dot(flat, flat))
+        sums = []
+        for tile, cell in _tiles(exact, quantized.block_shape):
+            part = exact[tile].flatten()
+            difference = _dequantize_tile(quantized, tile, cell).flatten().sub_(part)
+            sums.append(torch.stack([torch.dot(difference, difference), torch.dot(part, part)]))
+        error, signal = torch.stack(sums).sum(0, dtype=torch.float64).tolist()
+        self.error += error
+        self.signal += signal
+
+    def include(self, other: ErrorMeter) -> None:
+        """Count what another meter has counted."""
+        self.error += other.error
+        self.signal += other.signal
 
     @property
     def relative_error(self) -> float:
@@ -122,9 +130,12 @@ class ErrorMeter:
         return 10.0 * math.log10(self.signal / self.error)
 
 
-def slabs(rows: int, columns: int, block_rows: int) -> Iterator[tuple[int, int]]:
-    """Row ranges of about a million elements, each a whole number of blocks but the last."""
-    step = max(1, _SLAB_ELEMENTS // max(1, columns * block_rows)) * block_rows
+def slabs(
+    rows: int, columns: int, block_rows: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[int, int]]:
+    """Row ranges of what is read and written at once, whole blocks but for the last."""
+    size = _SLAB_ELEMENTS[torch.device(device).type]
+    step = max(1, size // max(1, columns * block_rows)) * block_rows
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
 
@@ -138,22 +149,75 @@ def require_finite(amax: Tensor) -> None:
         )
 
 
-def _quantize_slab(
-    weight_NK: Tensor, block: tuple[int, int], given: Tensor | None
-) -> QuantizedTensor:
-    """Quantize a float32 slab as a whole: blocks become axes 1 and 3 of a 4D view."""
-    rows, columns = weight_NK.shape
+_Area = tuple[slice, slice]
+
+
+def _tiles(matrix_NK: Tensor, block: tuple[int, int]) -> Iterator[tuple[_Area, _Area]]:
+    """Areas of whole blocks (but at the edges) that are computed at once, and their scales' areas.
+
+    A block row is cut into columns before several of them are taken together.
+    """
+    rows, columns = matrix_NK.shape
+    size = _TILE_ELEMENTS[matrix_NK.device.type]
+    wide = max(1, size // (block[0] * block[1]))  # blocks
+    across = min(wide, max(1, -(-columns // block[1])))
+    down = max(1, wide // across)
+    for top in range(0, -(-rows // block[0]), down):
+        for left in range(0, -(-columns // block[1]), across):
+            cell = (slice(top, top + down), slice(left, left + across))
+            yield (
+                (
+                    slice(top * block[0], min((top + down) * block[0], rows)),
+                    slice(left * block[1], min((left + across) * block[1], columns)),
+                ),
+                cell,
+            )
+
+
+def _blocks(tile_NK: Tensor, block: tuple[int, int]) -> Tensor:
+    """A 4D view [grid rows, block rows, grid columns, block columns], padded at the edges."""
+    rows, columns = tile_NK.shape
     pad_rows, pad_columns = -rows % block[0], -columns % block[1]
     if pad_rows or pad_columns:
-        weight_NK = torch.nn.functional.pad(weight_NK, (0, pad_columns, 0, pad_rows))
-    grid = (weight_NK.shape[0] // block[0], weight_NK.shape[1] // block[1])
-    blocks = weight_NK.reshape(grid[0], block[0], grid[1], block[1])
+        tile_NK = torch.nn.functional.pad(tile_NK, (0, pad_columns, 0, pad_rows))
+    grid = (tile_NK.shape[0] // block[0], tile_NK.shape[1] // block[1])
+    return tile_NK.reshape(grid[0], block[0], grid[1], block[1])
+
+
+def _quantize_tile(
+    tile_NK: Tensor, block: tuple[int, int], given: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Data, scale and amax of a float32 tile."""
+    rows, columns = tile_NK.shape
+    blocks = _blocks(tile_NK, block)
     amax = torch.maximum(blocks.amax((1, 3)), blocks.amin((1, 3)).neg())
-    require_finite(amax)
     if given is None:
         scale, inverse = power_of_two_scale(amax)
     else:
         scale, inverse = given, given.reciprocal()
     scaled = (blocks * inverse[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
-    data = scaled.to(FP8).view(weight_NK.shape)[:rows, :columns]
-    return QuantizedTensor(data=data, scale=scale, block_shape=block)
+    data = scaled.to(FP8).flatten(2).flatten(0, 1)[:rows, :columns]
+    return data, scale, amax
+
+
+def _dequantize_tile(quantized: QuantizedTensor, tile: _Area, cell: _Area) -> Tensor:
+    """Float32 values of a tile."""
+    data = quantized.data[tile]
+    rows, columns = data.shape
+    blocks = _blocks(e4m3_to_float32(data), quantized.block_shape)
+    blocks.mul_(quantized.scale[cell][:, None, :, None])
+    return blocks.flatten(2).flatten(0, 1)[:rows, :columns]
+
+
+def e4m3_to_float32(data: Tensor) -> Tensor:
+    """Exact values of e4m3 data without NaN; on a CPU eight times faster than torch's cast.
+
+    e4m3's sign, exponent (bias 7) and mantissa, moved to where float16 has its own (bias 15), are a
+    float16 that is 2**-8 times the value, subnormals included.
+    """
+    if data.device.type != "cpu":
+        return data.to(torch.float32)
+    bits = data.view(torch.int8).to(torch.int16)  # the sign fills the upper byte
+    bits <<= 7
+    bits &= ~0x4000  # the second copy of the sign
+    return bits.view(torch.float16).to(torch.float32).mul_(256.0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class ExportReport:
     """One export. `kept` maps each linear that stayed in BF16 to its reason; `layers` are what
     quantization cost, worst first. Where transformers can't read the format, `reload` is None and
     `read_back` says what was checked in its place; with `export.verify` off both are None.
+    `stages` are seconds.
     """
 
     export_dir: Path
@@ -58,6 +60,7 @@ class ExportReport:
     fidelity: Fidelity | None
     warnings: tuple[str, ...]
     calibration: Calibration | None = None
+    stages: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """All of it as JSON; paths as text, an infinite SQNR as null."""
@@ -90,7 +93,7 @@ class ExportReport:
             ("base", self.base),
             ("adapter", f"{self.adapter} ({self.merged} weights)" if self.adapter else "none"),
             ("size", f"{sizes}, from {self.source_bytes / _MIB:,.1f} MiB"),
-            ("time", f"{self.seconds:.1f} s"),
+            ("time", self._time_text()),
         ]
         if self.layers:
             mean = sum(layer.relative_error for layer in self.layers) / len(self.layers)
@@ -125,6 +128,11 @@ class ExportReport:
             )
         rows += [("warning", text) for text in self.warnings]
         return rows
+
+    def _time_text(self) -> str:
+        speed = self.source_bytes / _MIB / max(self.seconds, 0.001)
+        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stages.items())
+        return f"{self.seconds:.1f} s, {speed:,.0f} MiB/s" + (f" ({stages})" if stages else "")
 
     def _reload_text(self) -> str:
         if self.read_back:

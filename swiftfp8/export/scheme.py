@@ -15,7 +15,9 @@ Quantization itself happens in one place, `_quantize`, by the layout's quantizer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +39,7 @@ from swiftfp8.export.quantize import (
     require_finite,
 )
 from swiftfp8.export.source import Source
+from swiftfp8.export.stream import Piece, in_order, pieces_of, rounded, to_host
 from swiftfp8.export.survival import SurvivalMeter
 
 INPUT_SCALE = "input_scale"
@@ -54,6 +57,12 @@ class Scheme:
     def block(self, columns: int) -> tuple[int, int]:
         """The block that the arithmetic works in: of a whole tensor, row by row."""
         return BLOCK if self.granularity == "block" else (1, columns)
+
+    def block_rows(self, source: Source, layout: Layout) -> Callable[[str], int]:
+        """How many rows of a tensor belong together, by its name."""
+        return lambda name: (
+            self.block(source.tensors[name].columns)[0] if name in layout.quantized else 1
+        )
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scale of a weight [N, K]."""
@@ -113,17 +122,36 @@ def write_weights(
     scheme: Scheme, source: Source, layout: Layout, directory: Path, job: WriteJob
 ) -> tuple[LayerError, ...]:
     """Merge, quantize and write, a slab of rows at a time."""
-    errors = []
     shared = _shared_scales(scheme, source, layout, job.device)
-    with CheckpointWriter(directory, layout.tensors, job.max_shard_bytes) as writer:
-        for name in source.tensors:
-            if name in layout.quantized:
-                errors.append(_write(scheme, source, layout, name, writer, job, shared))
-            else:
-                for piece in source.pieces(name, device=job.device):
-                    writer.write(name, source.rounded(name, piece))
-            job.advance(source.checkpoint.specs[name].nbytes)
-    return tuple(errors)
+    layers: dict[str, LayerError] = {}
+    parts: list[_Made] = []
+    with CheckpointWriter(directory, layout.tensors, job.max_shard_bytes, job.journal) as writer:
+        todo = [
+            name
+            for name in source.tensors
+            if not writer.has(_outputs(scheme, source, layout, name))
+        ]
+        job.advance(source.nbytes - sum(source.checkpoint.specs[name].nbytes for name in todo))
+        for made in in_order(
+            pieces_of(source, todo, scheme.block_rows(source, layout), job.device),
+            partial(_make, scheme, source, layout, job.device, shared),
+            job.device,
+        ):
+            name = made.piece.name
+            writer.write(name, made.data)
+            job.advance(made.piece.nbytes)
+            if name not in layout.quantized:
+                continue
+            parts.append(made)
+            if made.piece.last:
+                _write_scales(scheme, layout, name, parts, shared, writer)
+                layers[name] = _layer_error(source.tensors[name], parts)
+                if job.journal:
+                    job.journal.measured(layers[name])
+                parts.clear()
+    if job.journal:
+        layers |= {f"{name}.weight": layer for name, layer in job.journal.layers.items()}
+    return tuple(layers[name] for name in source.tensors if name in layers)
 
 
 def reference_weights(
@@ -131,15 +159,20 @@ def reference_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """The merged tensors, those of quantized linears through FP8 and back (exact in BF16)."""
     shared = _shared_scales(scheme, source, layout, "cpu")
-    for name in source.tensors:
-        if name in layout.quantized:
-            pieces = [
-                dequantize(quantized, torch.bfloat16)
-                for _, quantized in _quantized(scheme, source, layout, name, "cpu", shared)
-            ]
-            yield name, torch.cat(pieces)
-        else:
-            yield name, source.merged(name)
+
+    def restore(piece: Piece) -> tuple[Piece, Tensor]:
+        if piece.name not in layout.quantized:
+            return piece, rounded(source, piece, "cpu")
+        _, quantized = _quantized(scheme, source, layout, "cpu", shared, piece)
+        return piece, dequantize(quantized, torch.bfloat16)
+
+    parts: list[Tensor] = []
+    pieces = pieces_of(source, source.tensors, scheme.block_rows(source, layout))
+    for piece, part in in_order(pieces, restore):
+        parts.append(part)
+        if piece.last:
+            yield piece.name, torch.cat(parts).view(source.tensors[piece.name].shape)
+            parts.clear()
 
 
 def kept_names(source: Source, decisions: Sequence[Decision]) -> list[str]:
@@ -154,60 +187,88 @@ def kept_names(source: Source, decisions: Sequence[Decision]) -> list[str]:
     return [*sorted(heads or {"lm_head"}), *kept, *other_names]
 
 
-def _write(
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """A piece as it is written, in CPU memory; where it is quantized, its scales and its cost."""
+
+    piece: Piece
+    data: Tensor
+    scale: Tensor | None = None
+    error: ErrorMeter = field(default_factory=ErrorMeter)
+    survival: SurvivalMeter = field(default_factory=SurvivalMeter)
+
+
+def _make(
     scheme: Scheme,
     source: Source,
     layout: Layout,
-    name: str,
-    writer: CheckpointWriter,
-    job: WriteJob,
+    device: torch.device | str,
     shared: Mapping[str, Tensor],
-) -> LayerError:
-    meter = ErrorMeter()
-    survival = SurvivalMeter()
-    scales = []
-    row = 0
-    for exact, quantized in _quantized(scheme, source, layout, name, job.device, shared):
-        meter.add(exact, quantized)
-        update = source.checkpoint.update(name, row, row + exact.shape[0], job.device)
-        if update is not None:
-            survival.add(exact, update, quantized)
-        row += exact.shape[0]
-        writer.write(name, quantized.data)
-        scales.append(quantized.scale.cpu())
-    scale = shared[name] if name in shared else torch.cat(scales)
-    writer.write(name + scheme.scale_suffix, scale)
-    module = name.removesuffix(".weight")
-    if layout.input_amax is not None:
-        scale = torch.tensor(layout.input_amax[module] / FP8_MAX, dtype=torch.float32)
-        writer.write(f"{module}.{INPUT_SCALE}", scale)
-    return LayerError(
-        name=module,
-        shape=source.tensors[name].shape,
-        relative_error=meter.relative_error,
-        sqnr_db=meter.sqnr_db,
-        survival=survival.share,
-    )
+    piece: Piece,
+) -> _Made:
+    if piece.name not in layout.quantized:
+        return _Made(piece=piece, data=to_host(rounded(source, piece, device)))
+    exact, quantized = _quantized(scheme, source, layout, device, shared, piece)
+    made = _Made(piece=piece, data=to_host(quantized.data), scale=quantized.scale.cpu())
+    made.error.add(exact, quantized)
+    update = source.checkpoint.update(piece.name, piece.start, piece.stop, device)
+    if update is not None:
+        made.survival.add(exact, update, quantized)
+    return made
 
 
 def _quantized(
     scheme: Scheme,
     source: Source,
     layout: Layout,
-    name: str,
     device: torch.device | str,
     shared: Mapping[str, Tensor],
-) -> Iterator[tuple[Tensor, QuantizedTensor]]:
-    """Each piece of a weight in float32, and the same quantized."""
-    block = scheme.block(source.tensors[name].columns)
-    first_row = 0
-    for piece in source.pieces(name, block[0], device):
-        exact = piece.to(torch.float32)
-        given = None
-        if name in shared:
-            given = shared[name].to(exact.device).expand(exact.shape[0], 1)
-        yield exact, _quantize(layout, name, first_row, exact, block, given)
-        first_row += exact.shape[0]
+    piece: Piece,
+) -> tuple[Tensor, QuantizedTensor]:
+    """A piece of a weight in float32, and the same quantized."""
+    name = piece.name
+    exact = source.checkpoint.rows(name, piece.start, piece.stop, device).to(torch.float32)
+    given = shared[name].to(device).expand(exact.shape[0], 1) if name in shared else None
+    block = scheme.block(exact.shape[1])
+    return exact, _quantize(layout, name, piece.start, exact, block, given)
+
+
+def _write_scales(
+    scheme: Scheme,
+    layout: Layout,
+    name: str,
+    parts: Sequence[_Made],
+    shared: Mapping[str, Tensor],
+    writer: CheckpointWriter,
+) -> None:
+    scales = [part.scale for part in parts if part.scale is not None]
+    writer.write(name + scheme.scale_suffix, shared[name] if name in shared else torch.cat(scales))
+    module = name.removesuffix(".weight")
+    if layout.input_amax is not None:
+        scale = torch.tensor(layout.input_amax[module] / FP8_MAX, dtype=torch.float32)
+        writer.write(f"{module}.{INPUT_SCALE}", scale)
+
+
+def _layer_error(spec: TensorSpec, parts: Sequence[_Made]) -> LayerError:
+    error, survival = ErrorMeter(), SurvivalMeter()
+    for part in parts:
+        error.include(part.error)
+        survival.include(part.survival)
+    return LayerError(
+        name=spec.name.removesuffix(".weight"),
+        shape=spec.shape,
+        relative_error=error.relative_error,
+        sqnr_db=error.sqnr_db,
+        survival=survival.share,
+    )
+
+
+def _outputs(scheme: Scheme, source: Source, layout: Layout, name: str) -> list[str]:
+    """Names of the tensors that a source tensor becomes."""
+    if name not in layout.quantized:
+        return [name]
+    specs = _specs(scheme, source.tensors[name], layout.input_amax is not None)
+    return [spec.name for spec in specs]
 
 
 def _quantize(
@@ -219,10 +280,17 @@ def _quantize(
     scale: Tensor | None,
 ) -> QuantizedTensor:
     """The one place where a weight becomes FP8."""
-    try:
+    with _naming(name):
         if layout.quantizer is not None:
             return layout.quantizer(name, first_row, weight_NK, block, scale)
         return quantize_weight(weight_NK, block, scale)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Add the weight's name to an error."""
+    try:
+        yield
     except SwiftFP8Error as error:
         raise SwiftFP8Error(error.what, where=name, fix=error.fix) from error
 
@@ -233,11 +301,18 @@ def _shared_scales(
     """The scale [] of every weight where a scheme has one per tensor; {} for other schemes."""
     if scheme.granularity != "tensor":
         return {}
-    amax: dict[str, Tensor] = {}
-    for name in source.tensors:
-        if name in layout.quantized:
-            parts = [piece.abs().amax() for piece in source.pieces(name, 1, device)]
-            amax[name] = torch.stack(parts).amax().to("cpu", torch.float32)
+    largest: dict[str, list[Tensor]] = {name: [] for name in source.tensors}
+
+    def amax_of(piece: Piece) -> tuple[str, Tensor]:
+        part = source.checkpoint.rows(piece.name, piece.start, piece.stop, device)
+        return piece.name, torch.stack([part.amax(), part.amin().neg()]).amax().to("cpu")
+
+    names = [name for name in source.tensors if name in layout.quantized]
+    for name, part in in_order(pieces_of(source, names, device=device), amax_of, device):
+        largest[name].append(part.to(torch.float32))
+    amax = {name: torch.stack(largest[name]).amax() for name in names}
+    for name in names:
+        with _naming(name):
             require_finite(amax[name])
     scales = {}
     for name in amax:

@@ -43,7 +43,7 @@ class Source:
     ) -> Iterator[Tensor]:
         """The merged tensor in pieces of whole blocks of rows: float32 where LoRA changed it."""
         spec = self.checkpoint.specs[name]
-        for start, stop in slabs(spec.rows, spec.columns, block_rows):
+        for start, stop in slabs(spec.rows, spec.columns, block_rows, device):
             yield self.checkpoint.rows(name, start, stop, device)
 
     def merged(self, name: str) -> Tensor:

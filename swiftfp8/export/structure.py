@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import (
@@ -27,6 +28,7 @@ from swiftfp8.export.layers import ModelLayers, fused_siblings, linear_names
 from swiftfp8.export.layout import Fault
 from swiftfp8.export.quantize import slabs
 from swiftfp8.export.scheme import INPUT_SCALE, Scheme
+from swiftfp8.export.stream import in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ def check_quantized(directory: Path, layers: ModelLayers, declared: Declared) ->
                 faults += _check_weight(spec, reader, declared)
             elif _is_lone_scale(spec, reader.specs):
                 faults.append(Fault(where=spec.name, what="is the scale of no FP8 weight"))
+        faults += _check_bytes(reader)
         faults += _check_groups(declared.scheme, reader)
     finally:
         reader.close()
@@ -167,7 +170,7 @@ def _check_names(
 
 
 def _check_weight(spec: TensorSpec, reader: CheckpointReader, declared: Declared) -> list[Fault]:
-    """Shape, scale and bytes of one FP8 weight."""
+    """Shape and scale of one FP8 weight."""
     if len(spec.shape) != 2:
         return [Fault(where=spec.name, what=f"is FP8 with {len(spec.shape)} dimensions, not 2")]
     scheme = declared.scheme
@@ -178,12 +181,26 @@ def _check_weight(spec: TensorSpec, reader: CheckpointReader, declared: Declared
     if declared.static_inputs:
         scale_name = f"{spec.name.removesuffix('.weight')}.{INPUT_SCALE}"
         faults += _check_scale(spec, scale_name, (), reader)
-    if any(
-        bool(((reader.rows(spec.name, a, b).view(torch.uint8) & 0x7F) == 0x7F).any())
-        for a, b in slabs(spec.rows, spec.columns, 1)
-    ):
-        faults.append(Fault(where=spec.name, what="holds NaN bytes"))
     return faults
+
+
+def _check_bytes(reader: CheckpointReader) -> list[Fault]:
+    """Every byte of the FP8 weights is read."""
+    slices = (
+        (spec.name, start, stop)
+        for spec in reader.specs.values()
+        if spec.dtype == "F8_E4M3"
+        for start, stop in slabs(spec.rows, spec.columns, 1)
+    )
+    found = in_order(slices, lambda part: (part[0], _has_nan(reader.rows(*part))))
+    names = dict.fromkeys(name for name, damaged in found if damaged)
+    return [Fault(where=name, what="holds NaN bytes") for name in names]
+
+
+def _has_nan(data: Tensor) -> bool:
+    """Whether e4m3 data has 0x7F, the largest byte with a sign, or 0xFF, the largest without."""
+    signed, unsigned = data.view(torch.int8).amax(), data.view(torch.uint8).amax()
+    return int(signed) == 0x7F or int(unsigned) == 0xFF
 
 
 def _check_shape(spec: TensorSpec, scheme: Scheme) -> list[Fault]:

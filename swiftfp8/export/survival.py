@@ -36,6 +36,11 @@ class SurvivalMeter:
         self.kept += float(torch.dot(left.flatten(), update.flatten()))
         self.total += float(torch.dot(update.flatten(), update.flatten()))
 
+    def include(self, other: SurvivalMeter) -> None:
+        """Count what another meter has counted."""
+        self.kept += other.kept
+        self.total += other.total
+
     @property
     def share(self) -> float | None:
         """The share that survives, None where there is no update."""

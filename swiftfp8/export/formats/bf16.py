@@ -11,6 +11,7 @@ from swiftfp8.export.checkpoint_io import CheckpointWriter
 from swiftfp8.export.layers import ModelLayers
 from swiftfp8.export.layout import Fault, FormatOptions, LayerError, Layout, WriteJob
 from swiftfp8.export.source import Source
+from swiftfp8.export.stream import in_order, pieces_of, rounded, to_host
 from swiftfp8.export.structure import check_unquantized
 
 NAME = "bf16"
@@ -29,11 +30,17 @@ def describe(source: Source, options: FormatOptions) -> Layout:
 
 def write(source: Source, layout: Layout, directory: Path, job: WriteJob) -> tuple[LayerError, ...]:
     """Write merged tensors, rounded once; no layer is quantized, so none has an error."""
-    with CheckpointWriter(directory, layout.tensors, job.max_shard_bytes) as writer:
-        for spec in layout.tensors:
-            for piece in source.pieces(spec.name, device=job.device):
-                writer.write(spec.name, source.rounded(spec.name, piece))
-            job.advance(source.checkpoint.specs[spec.name].nbytes)
+    with CheckpointWriter(directory, layout.tensors, job.max_shard_bytes, job.journal) as writer:
+        todo = [spec.name for spec in layout.tensors if not writer.has([spec.name])]
+        job.advance(source.nbytes - sum(source.checkpoint.specs[name].nbytes for name in todo))
+        made = in_order(
+            pieces_of(source, todo, device=job.device),
+            lambda piece: (piece, to_host(rounded(source, piece, job.device))),
+            job.device,
+        )
+        for piece, data in made:
+            writer.write(piece.name, data)
+            job.advance(piece.nbytes)
     return ()
 
 
