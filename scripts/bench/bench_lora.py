@@ -4,6 +4,7 @@
     python scripts/bench/bench_lora.py                                   # 7b, 4 x 2048, every stack
     python scripts/bench/bench_lora.py --shape 0.5b --batch 4 --length 1024 --stacks ours,best_bf16
     python scripts/bench/bench_lora.py --checkpointing --out results.json
+    python scripts/bench/bench_lora.py --suite --out results.json        # every row of the docs
 
 Each stack runs in a process of its own: Qwen2.5's shapes with random weights, LoRA on all linears,
 AdamW on the adapters, SDPA attention, bf16 autocast as in transformers.Trainer. A stack that can't
@@ -13,13 +14,18 @@ run here is skipped with its reason. `ratio` is a stack's speed over the first B
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -56,26 +62,74 @@ class Skipped(Exception):
     """A stack that can't run on this machine."""
 
 
+# The rows of docs/benchmarks.md: arguments of one table each.
+SUITE = (
+    "--shape 7b --stacks hf_bf16,best_bf16,te_peft,torchao,ours,ours_fp8_head",
+    "--shape 7b --checkpointing --stacks best_bf16,ours",
+    "--shape 7b --batch 1 --length 8192 --stacks best_bf16,ours",
+    "--shape 7b --batch {largest} --stacks ours",
+    "--shape 0.5b --length 1024 --stacks hf_bf16,best_bf16,ours",
+    "--shape 1.5b --full --stacks hf_bf16,best_bf16,ours",
+)
+# 2.5 times the batch that transformers + PEFT fits into 80 GiB, and more.
+LARGEST_BATCH = 15
+# Processes that may import their libraries while another one measures.
+AHEAD = 3
+
+
 def main() -> int:
     args = parse()
     if args.worker:
         return worker(args)
-    results = [run_apart(stack, args) for stack in args.stacks.split(",")]
+    common = [part for part in sys.argv[1:] if part != "--suite"]
+    lines = SUITE if args.suite else ("",)
+    tables = [common + line.format(largest=LARGEST_BATCH).split() for line in lines]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AHEAD) as pool:
+        lock = Path(folder) / "gpu"
+        pending = []
+        for arguments in tables:
+            own = parse(arguments)
+            jobs = [pool.submit(run_apart, s, arguments, own, lock) for s in own.stacks.split(",")]
+            pending.append((own, jobs))
+        done = []
+        for own, jobs in pending:
+            results = [job.result() for job in jobs]
+            add_ratios(results)
+            print_table(results, own)
+            done.append({"arguments": vars(own), "results": results})
+    if args.out:
+        target = Path(args.out)
+        partial = target.with_suffix(".partial")
+        partial.write_text(json.dumps({"host": host(), "tables": done}, indent=1))
+        os.replace(partial, target)
+    return 0
+
+
+def add_ratios(results: list[dict[str, Any]]) -> None:
     base = next((r for r in results if "bf16" in r["stack"] and "tokens_per_s" in r), None)
     for result in results:
         if base and "tokens_per_s" in result:
             result["ratio"] = result["tokens_per_s"] / base["tokens_per_s"]
             result["memory_ratio"] = result["peak_gib"] / base["peak_gib"]
-    print_table(results, args)
-    if args.out:
-        target = Path(args.out)
-        partial = target.with_suffix(".partial")
-        partial.write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1))
-        os.replace(partial, target)
-    return 0
 
 
-def parse() -> argparse.Namespace:
+def host() -> dict[str, str]:
+    """GPU and versions."""
+    import torch
+
+    names = ("torch", "triton", "transformers", "peft", "liger-kernel", "transformer-engine",
+             "torchao", "swiftfp8")  # fmt: skip
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return versions | {"gpu": gpu, "cuda": str(torch.version.cuda)}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,30 +137,35 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--suite", action="store_true", help="every row of docs/benchmarks.md")
+    parser.add_argument("--full", action="store_true", help="train every weight instead of LoRA")
     parser.add_argument("--checkpointing", action="store_true", help="full activation recompute")
+    parser.add_argument("--no-graphs", action="store_true", help="ours: without CUDA graphs")
     parser.add_argument("--stacks", default="hf_bf16,best_bf16,te_peft,torchao,ours")
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--recompute", choices=("none", "cheap"), default="cheap")
+    parser.add_argument("--recompute", choices=("none", "cheap"), default="none")
     parser.add_argument("--keep-bf16", action="store_true", help="ours: keep gate/up in BF16")
     parser.add_argument("--profile", help="write a kernel profile of one step to this file")
     parser.add_argument("--timeout", type=int, default=400, help="seconds a stack may take")
     parser.add_argument("--out", help="write results as JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--lock", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
 
 
-def run_apart(stack: str, args: argparse.Namespace) -> dict[str, Any]:
+def run_apart(
+    stack: str, arguments: list[str], args: argparse.Namespace, lock: Path
+) -> dict[str, Any]:
     """One stack in a process of its own; its last line of output is its result."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", stack]
+    command = [sys.executable, __file__, *arguments, "--worker", stack, "--lock", str(lock)]
     began = time.time()
     result: dict[str, Any] = {"stack": stack, "what": STACKS.get(stack, stack)}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
-    except subprocess.TimeoutExpired:
-        return result | {"skipped": f"took longer than {args.timeout} s"}
+    done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines and lines[-1].startswith("{"):
+    if done.returncode == -signal.SIGALRM:
+        result["skipped"] = f"took longer than {args.timeout} s"
+    elif done.returncode == 0 and lines and lines[-1].startswith("{"):
         result |= json.loads(lines[-1])
     else:
         tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -122,7 +181,8 @@ def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     checkpointing = ", full checkpointing" if args.checkpointing else ""
-    print(f"{args.shape}, {args.batch} x {args.length}{checkpointing}, {gpu}, "
+    full = ", full fine-tuning" if args.full else ""
+    print(f"{args.shape}, {args.batch} x {args.length}{checkpointing}{full}, {gpu}, "
           f"torch {torch.__version__}")  # fmt: skip
     print(f"{'stack':16s} {'tok/s':>8s} {'ms':>8s} {'peak GiB':>9s} {'static':>7s} "
           f"{'MFU':>6s} {'ratio':>6s} {'memory':>7s}")  # fmt: skip
@@ -138,8 +198,14 @@ def print_table(results: list[dict[str, Any]], args: argparse.Namespace) -> None
 
 def worker(args: argparse.Namespace) -> int:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    import peft  # noqa: F401
     import torch
+    import transformers  # noqa: F401
 
+    # One process at a time on the GPU; the others have imported what they need meanwhile.
+    lock = open(args.lock or os.devnull, "a")  # noqa: SIM115 (held to the end)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    signal.alarm(args.timeout)
     try:
         if not torch.cuda.is_available():
             raise Skipped("PyTorch sees no CUDA GPU")
@@ -391,7 +457,10 @@ def build_ours(args: argparse.Namespace, head: str = "bf16") -> tuple[Any, Calla
     )
     model = add_adapter(model, lora)
     found = torch_native.fuse_model(
-        model, recompute=args.recompute, keep_gate_up_fp8=not args.keep_bf16
+        model,
+        recompute=args.recompute,
+        keep_gate_up_fp8=not args.keep_bf16,
+        graphs=not args.no_graphs,
     )
     problems = {reason for reason in found.values() if reason} | {fuse_loss(model, head=head)}
     if problems != {None}:

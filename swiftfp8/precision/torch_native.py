@@ -192,7 +192,7 @@ class RowwiseTrainedLinear(PrecisionLinear):
 
     def dequantize(self) -> torch.Tensor:
         """The weight that the matmul sees, [out_features, in_features], float32."""
-        return dequantize_rows(*quantize_weight(self.weight.detach()))
+        return dequantize_rows(*quantize_rows(self.weight.detach()))
 
     def weight_bytes(self) -> int:
         """Bytes of the trained weight."""
@@ -233,7 +233,7 @@ class _FrozenMatmul(torch.autograd.Function):
     def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         group, packed = ctx.group, ctx.packed
         x8, sx, xa = ctx.saved_tensors if packed is not None else (None, None, None)
-        g8, sg = quantize_rows(dy_TN.contiguous(), group.scale_N)
+        g8, sg = quantize_rows(dy_TN.contiguous(), group.fold_N)
         dx, gb, db = group.backward(
             g8, sg, xa, packed, dy_TN.dtype, need_dx=ctx.needs_input_grad[0]
         )

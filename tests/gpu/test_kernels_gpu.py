@@ -22,12 +22,13 @@ from swiftfp8.precision.kernels import (
     rmsnorm,
     rope,
     swiglu,
+    thin,
     transpose,
 )
 from swiftfp8.train.losses import fuse_loss, linear_cross_entropy
 
 pytestmark = pytest.mark.gpu
-MODULES = (cross_entropy, lora, quantize, rmsnorm, rope, swiglu, transpose)
+MODULES = (cross_entropy, lora, quantize, rmsnorm, rope, swiglu, thin, transpose)
 BF16 = torch.bfloat16
 # tokens, hidden, inner, query heads, key/value heads, head width, rank: Qwen2.5's 7B and 0.5B
 SHAPES = [(1024, 3584, 18944, 28, 4, 128, 16), (1000, 896, 4864, 14, 2, 64, 8)]
@@ -58,7 +59,13 @@ def both(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, 
         return ours, function(*[clone(a) for a in args], **kwargs)
 
 
+def edges(ends: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip((0, *ends[:-1]), ends, strict=True))
+
+
 def assert_close(ours: Any, theirs: Any, tolerance: float = 5e-3) -> None:
+    if isinstance(ours, thin.Thin8):
+        ours, theirs = ours.dequantize(), theirs.dequantize()
     if isinstance(ours, swiglu.GateUp):
         ours, theirs = (ours.data_TI2, ours.scale_T2), (theirs.data_TI2, theirs.scale_T2)
     if isinstance(ours, tuple):
@@ -105,9 +112,12 @@ def test_swiglu(shape: tuple[int, ...], keep_fp8: bool) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lora_kernels(shape: tuple[int, ...]) -> None:
     tokens, hidden, inner, queries, keys, width, rank = shape
-    x8, sx = quantize.quantize_rows_reference(randn(tokens, hidden))
+    x = randn(tokens, hidden)
+    x[:, 0] *= 3e4  # so that most values are subnormal in e4m3
+    x8, sx = quantize.quantize_rows_reference(x)
     a, z = randn(3 * rank, hidden) * 0.01, randn(tokens, 3 * rank)
-    assert_close(*both(lora.project_rows, x8, sx, a.t()))
+    a8 = thin.split_reference(a.float(), (hidden,))
+    assert_close(*both(thin.project_rows, x8, sx, a8, BF16))
     assert_close(*both(lora.gather_columns, x8, sx, z, transposed=True))
     assert_close(*both(lora.add_product_, randn(tokens, hidden), z, a.t()))
     heads = rope.Heads(query=queries, key_value=keys, width=width)
@@ -116,7 +126,13 @@ def test_lora_kernels(shape: tuple[int, ...]) -> None:
         g8, sg = quantize.quantize_rows_reference(randn(tokens, columns))
         b, z = randn(columns, rank) * 0.01, randn(tokens, blocks * rank)
         scale = torch.rand(columns, device="cuda") + 0.5
-        assert_close(*both(lora.project_rows, g8, sg, b, ends))
+        parts = [part.float() for part in b.split([end - start for start, end in edges(ends)])]
+        inverse = 2.0 ** torch.randint(-3, 4, (columns,), device="cuda")
+        halves = [part.float() for part in a[: blocks * rank].split(rank)]
+        ours, theirs = both(thin.pack_adapter, halves, parts, 2.0, inverse, BF16)
+        for name in ("a_RK", "b_Nr", "a8", "b8"):
+            assert_close(getattr(ours, name), getattr(theirs, name))
+        assert_close(*both(thin.project_rows, g8, sg, theirs.b8, BF16))
         assert_close(*both(lora.gather_columns, g8, sg, z, ends, scale, 2.0))
         y, residual = randn(tokens, columns), randn(tokens, columns)
         assert_close(*both(lora.add_product_, y, z, b, ends, residual))
@@ -242,6 +258,63 @@ def test_layers_and_loss_never_wait_for_the_device() -> None:
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def train_steps(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Losses of an optimizer step on each batch."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+    losses = []
+    for ids in batches:
+        with torch.autocast("cuda", BF16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_graphs_change_no_bit(recompute: Any) -> None:
+    """Two shapes by turns, an evaluation between, and a shape that comes once."""
+    shapes = [(2, 256), (2, 256), (2, 128), (2, 256), (1, 64), (2, 128), (2, 256), (2, 128)] * 2
+    batches = [torch.randint(0, 4096, shape, device="cuda") for shape in shapes]
+    ends = []
+    for graphs in (False, True):
+        torch.manual_seed(1)
+        model = small_model()
+        torch_native.fuse_model(model, recompute=recompute, graphs=graphs)
+        fuse_loss(model)
+        losses = train_steps(model, batches[:7])
+        with torch.no_grad():
+            losses.append(model(input_ids=batches[0], labels=batches[0], use_cache=False).loss)
+        losses += train_steps(model, batches[7:])
+        ends.append((torch.stack(losses), [p for p in model.parameters() if p.requires_grad]))
+        pool = model.get_base_model().model.layers[0].fused.graphs
+    assert pool is not None
+    assert pool.pool.recorded == 2 * 2 * 2 and pool.pool.replayed > 20  # shapes, layers, ways
+    assert torch.equal(ends[0][0], ends[1][0])
+    for plain, graphed in zip(ends[0][1], ends[1][1], strict=True):
+        assert torch.equal(plain, graphed)
+
+
+def test_two_forward_passes_before_a_backward_pass_do_not_share_a_graph() -> None:
+    model = small_model()
+    first, second = (torch.randint(0, 4096, (2, 128), device="cuda") for _ in range(2))
+    expected = [gradients(model, ids) for ids in (first, second)]
+    torch_native.fuse_model(model, graphs=True)
+    plain = [gradients(model, ids) for ids in (first, second)]
+    for _ in range(2):
+        gradients(model, first)
+    model.zero_grad()
+    with torch.autocast("cuda", BF16):
+        losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in (first, second)]
+    sum(losses).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert decibels(parameter.grad, plain[0][name] + plain[1][name]) > 60
+            assert decibels(parameter.grad, expected[0][name] + expected[1][name]) > 12
 
 
 def test_training_lowers_the_loss_as_in_bf16() -> None:

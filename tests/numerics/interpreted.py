@@ -1,7 +1,7 @@
 """Triton's CPU interpreter, mended where it rounds wrongly, for running kernels in these tests.
 
 Triton 3.6's interpreter loses the carry when it rounds to FP8 (126 becomes 64) and multiplies
-BF16 matrices by their bit patterns. Both are replaced by PyTorch's conversions.
+BF16 and FP8 matrices by their bit patterns. Both are replaced by PyTorch's conversions.
 With NumPy 2.4 it can't use a computed loop bound either, an array of one element.
 """
 
@@ -37,8 +37,8 @@ def mend() -> None:
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         def widen(x: Any) -> np.ndarray:
-            if x.dtype.scalar == tl.bfloat16:
-                return _convert(x.data, tl.bfloat16, tl.float32, None).view(np.float32)
+            if x.dtype.scalar in (tl.bfloat16, tl.float8e4nv):
+                return _convert(x.data, x.dtype.scalar, tl.float32, None).view(np.float32)
             return x.data
 
         return interpreter.TensorHandle(np.matmul(widen(a), widen(b)) + d.data, d.dtype.scalar)

@@ -22,10 +22,11 @@ from swiftfp8.precision.kernels import (  # noqa: E402
     rmsnorm,
     rope,
     swiglu,
+    thin,
     transpose,
 )
 
-MODULES = (cross_entropy, lora, quantize, rmsnorm, rope, swiglu, transpose)
+MODULES = (cross_entropy, lora, quantize, rmsnorm, rope, swiglu, thin, transpose)
 TOKENS, FEATURES, OUTPUTS, RANK = 40, 96, 160, 4
 BF16 = torch.bfloat16
 errors: dict[str, float] = {}
@@ -55,6 +56,8 @@ def record(name: str, result: Any, expected: Any) -> None:
     if isinstance(result, swiglu.GateUp):
         result = (result.data_TI2, result.scale_T2)
         expected = (expected.data_TI2, expected.scale_T2)
+    if isinstance(result, thin.Thin8):
+        result, expected = result.dequantize(), expected.dequantize()
     if isinstance(result, tuple):
         for index, pair in enumerate(zip(result, expected, strict=True)):
             record(f"{name}[{index}]", *pair)
@@ -107,15 +110,22 @@ def check_lora(x: torch.Tensor) -> None:
     g8, sg = quantize.quantize_rows_reference(randn(TOKENS, OUTPUTS))
     a, b, ends = randn(3 * RANK, FEATURES), randn(OUTPUTS, RANK), (64, 128, OUTPUTS)
     z, y, residual = randn(TOKENS, 3 * RANK), randn(TOKENS, OUTPUTS), randn(TOKENS, OUTPUTS)
-    compare("project", lora.project_rows, x8, sx, a.t())
-    compare("project blocks", lora.project_rows, g8, sg, b, ends)
-    inverse = torch.rand(OUTPUTS) * 1e3
-    compare("scale", lora.scale_columns, torch.randn(OUTPUTS, RANK), inverse, 2.0, BF16)
+    bs = [part.float() for part in b.split([64, 64, OUTPUTS - 128])]
+    inverse = 2.0 ** torch.randint(-3, 4, (OUTPUTS,))
+    run = compare("pack", pack, list(a.float().split(RANK)), bs, 2.0, inverse, BF16)
+    a8, b8 = run[2][-2:]
+    compare("project", thin.project_rows, x8, sx, a8, BF16)
+    compare("project blocks", thin.project_rows, g8, sg, b8, BF16)
     compare("add blocks", lora.add_product_, y, z, b, ends)
     compare("add residual", lora.add_product_, y, z, b, ends, residual)
     compare("add transposed", lora.add_product_, randn(*x.shape), z, a.t())
     compare("gather blocks", lora.gather_columns, g8, sg, z, ends, torch.rand(OUTPUTS), 2.0)
     compare("gather transposed", lora.gather_columns, x8, sx, z, transposed=True)
+
+
+def pack(*args: Any) -> tuple[Any, ...]:
+    packed = thin.pack_adapter(*args)
+    return packed.a_RK, packed.b_Nr, packed.a8, packed.b8
 
 
 def check_rope() -> None:

@@ -27,7 +27,7 @@ from transformers import (
 from swiftfp8.adapters.lora import add_adapter
 from swiftfp8.plan import LayerPlan, LoraPlan, RecipeOptions
 from swiftfp8.precision import torch_native
-from swiftfp8.precision.kernels import install, quantize, swiglu
+from swiftfp8.precision.kernels import install, quantize, swiglu, thin
 from swiftfp8.precision.kernels.install import fuse_model
 
 CONFIGS = {
@@ -46,7 +46,7 @@ SIZES = {
 @pytest.fixture
 def unrounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FP8 storage replaced by float32: all that is left of a quantizer is a scale."""
-    for module in (quantize, swiglu, install, torch_native):
+    for module in (quantize, swiglu, thin, install, torch_native):
         monkeypatch.setattr(module, "E4M3", torch.float32)
     yield
 

@@ -22,11 +22,12 @@ from typing import Any, Literal
 
 import torch
 
-from swiftfp8.precision.kernels.group import Group, PackedAdapter
+from swiftfp8.precision.kernels.group import Group
 from swiftfp8.precision.kernels.quantize import quantize_rows
 from swiftfp8.precision.kernels.rmsnorm import rmsnorm_backward, rmsnorm_quantize
 from swiftfp8.precision.kernels.rope import Heads, finish_qkv_, quantize_qkv_gradient
 from swiftfp8.precision.kernels.swiglu import GateUp, swiglu_backward, swiglu_quantize
+from swiftfp8.precision.kernels.thin import PackedAdapter
 
 Recompute = Literal["none", "cheap", "full"]
 Rows = tuple[torch.Tensor, torch.Tensor]  # FP8 rows and their scales
@@ -73,7 +74,7 @@ def run_layer(
 
 
 @dataclass(kw_only=True)
-class _Kept:
+class Kept:
     """A forward pass's intermediate results; the optional ones may be dropped and made again."""
 
     x: torch.Tensor
@@ -109,7 +110,7 @@ class _Layer(torch.autograd.Function):
         training = any(ctx.needs_input_grad)
         keep = training and weights.recompute != "full"
         with torch.autocast(x_BSK.device.type, enabled=False):
-            y, kept = _forward(x_BSK, weights, rotary, attention, keep=keep)
+            y, kept = forward(x_BSK, weights, rotary, attention, keep=keep)
         ctx.weights, ctx.rotary, ctx.attention = weights, rotary, attention
         ctx.kept = kept
         ctx.x = x_BSK if training and not keep else None
@@ -122,17 +123,17 @@ class _Layer(torch.autograd.Function):
         with torch.autocast(dy_BSK.device.type, enabled=False):
             if kept is None:
                 assert ctx.x is not None, "a layer's graph can be walked back only once"
-                _, kept = _forward(
+                _, kept = forward(
                     ctx.x, ctx.weights, ctx.rotary, ctx.attention, keep=True, output=False
                 )
             ctx.kept = ctx.x = None
-            dx, gradients = _backward(
+            dx, gradients = backward(
                 dy_BSK, kept, ctx.weights, ctx.rotary, need_dx=ctx.needs_input_grad[0]
             )
         return (None if dx is None else dx.view(dy_BSK.shape), None, None, None, *gradients)
 
 
-def _forward(
+def forward(
     x_BSK: torch.Tensor,
     w: DecoderWeights,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
@@ -140,7 +141,7 @@ def _forward(
     *,
     keep: bool,
     output: bool = True,
-) -> tuple[torch.Tensor | None, _Kept | None]:
+) -> tuple[torch.Tensor | None, Kept | None]:
     """The output [T, K] (None without `output`), and what a backward pass needs."""
     batch, length, features = x_BSK.shape
     dtype = x_BSK.dtype
@@ -172,7 +173,7 @@ def _forward(
         xa_down = w.down.project(m8, sm, packed[3])
     if not keep:
         return y, None
-    kept = _Kept(
+    kept = Kept(
         x=x, rstd1=rstd1, xa_qkv=xa_qkv, qkv_leaves=leaves, attended=attended, xa_o=xa_o,
         r=r, rstd2=rstd2, xa_gate_up=xa_gate_up, gate_up=kept_gate_up, sm=sm, xa_down=xa_down,
         packed=packed,
@@ -202,25 +203,29 @@ def _attend(
         return (q, k, v), attention(q, k, v)
 
 
-def _backward(
+def backward(
     dy_BSK: torch.Tensor,
-    kept: _Kept,
+    kept: Kept,
     w: DecoderWeights,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     need_dx: bool,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """dx [T, K] and the adapters' gradients, in the order of `DecoderWeights.adapter_tensors`."""
+    """dx [T, K] and the adapters' gradients, in the order of `DecoderWeights.adapter_tensors`.
+
+    dx is written into `out` where that is given; `kept` is used up.
+    """
     dtype = kept.x.dtype
     dy = dy_BSK.reshape(kept.x.shape).contiguous()
     packed = kept.packed
     assert kept.gate_up is not None
 
     dm, gb_down, db_down = w.down.backward(
-        *quantize_rows(dy, w.down.scale_N), kept.xa_down, packed[3], dtype
+        *quantize_rows(dy, w.down.fold_N), kept.xa_down, packed[3], dtype
     )
     assert dm is not None
-    d8, sd, m8 = swiglu_backward(dm, kept.gate_up, kept.sm, w.gate_up.scale_N)
+    d8, sd, m8 = swiglu_backward(dm, kept.gate_up, kept.sm, w.gate_up.fold_N)
     del dm
     kept.gate_up = None
     down = w.down.gradients(m8, kept.sm, gb_down, db_down)
@@ -233,7 +238,7 @@ def _backward(
     del h2
     assert dh2 is not None
     dr, g8, sg = rmsnorm_backward(
-        dh2, kept.r, kept.rstd2, w.norm2_K, d_residual_TK=dy, col_scale_K=w.o.scale_N
+        dh2, kept.r, kept.rstd2, w.norm2_K, d_residual_TK=dy, col_scale_K=w.o.fold_N
     )
     del dh2
     assert g8 is not None and sg is not None
@@ -244,7 +249,7 @@ def _backward(
     o = w.o.gradients(*a, gb, db)
     del a
     dq, dk, dv = torch.autograd.grad(kept.attended, kept.qkv_leaves, da.view(kept.attended.shape))
-    g8, sg = quantize_qkv_gradient(dq, dk, dv, *(rotary or (None, None)), w.qkv.scale_N)
+    g8, sg = quantize_qkv_gradient(dq, dk, dv, *(rotary or (None, None)), w.qkv.fold_N)
     del dq, dk, dv, da
 
     dh1, gb, db = w.qkv.backward(g8, sg, kept.xa_qkv, packed[0], dtype, need_dx=need_dx)
@@ -252,5 +257,8 @@ def _backward(
     gradients = w.qkv.gradients(*h1, gb, db) + o + gate_up + down
     if dh1 is None:
         return None, gradients
-    dx, _, _ = rmsnorm_backward(dh1, kept.x, kept.rstd1, w.norm1_K, d_residual_TK=dr)
+    dx, _, _ = rmsnorm_backward(
+        dh1, kept.x, kept.rstd1, w.norm1_K, d_residual_TK=dr,
+        out=None if out is None else out.view(kept.x.shape),
+    )  # fmt: skip
     return dx, gradients

@@ -11,13 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swiftfp8.precision.kernels.lora import (
-    add_product_,
-    gather_columns,
-    project_rows,
-    scale_columns,
-)
+from swiftfp8.precision.kernels.lora import add_product_, gather_columns
 from swiftfp8.precision.kernels.quantize import scaled_mm
+from swiftfp8.precision.kernels.thin import PackedAdapter, pack_adapter, project_rows
 from swiftfp8.precision.kernels.transpose import transpose8
 
 
@@ -35,16 +31,6 @@ class Adapter:
         return self.a + self.b
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedAdapter:
-    """An adapter in the compute dtype: A [R, K], B [N, r] times scaling, and B over s_w."""
-
-    a_RK: torch.Tensor
-    b_Nr: torch.Tensor
-    b_folded_Nr: torch.Tensor
-    scaling: float
-
-
 @dataclass(kw_only=True)
 class Group:
     """W8 [N, K] with channel scales s_w [N]; `ends` are where each linear's rows end."""
@@ -55,7 +41,7 @@ class Group:
     bias_N: torch.Tensor | None = None
     adapter: Adapter | None = None
     split_accumulator: bool = False
-    _constants: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+    _constants: "_Constants | None" = field(default=None, repr=False)
 
     @torch.no_grad()
     def pack(self, dtype: torch.dtype) -> PackedAdapter | None:
@@ -66,12 +52,10 @@ class Group:
         """
         if self.adapter is None:
             return None
-        rank, features = self.adapter.a[0].shape
-        a = self.scale_N.new_empty(len(self.adapter.a) * rank, features, dtype=dtype)
-        torch._foreach_copy_(list(a.split(rank)), list(self.adapter.a))
-        scaling = self.adapter.scaling
-        b, folded = scale_columns(merge_rows(self.adapter.b), self.inverse_scale_N, scaling, dtype)
-        return PackedAdapter(a_RK=a, b_Nr=b, b_folded_Nr=folded, scaling=scaling)
+        adapter = self.adapter
+        return pack_adapter(
+            adapter.a, adapter.b, adapter.scaling, self._constants_NK.inverse_scale_N, dtype
+        )
 
     def matmul(self, x8_TK: torch.Tensor, sx_T1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The frozen part alone, x Wᵀ, [T, N]."""
@@ -88,7 +72,7 @@ class Group:
         self, x8_TK: torch.Tensor, sx_T1: torch.Tensor, packed: PackedAdapter | None
     ) -> torch.Tensor | None:
         """Xa = x Aᵀ, [T, R]; None without an adapter."""
-        return None if packed is None else project_rows(x8_TK, sx_T1, packed.a_RK.t())
+        return None if packed is None else project_rows(x8_TK, sx_T1, packed.a8, packed.a_RK.dtype)
 
     def forward(
         self,
@@ -120,16 +104,15 @@ class Group:
         """dx [T, K], gb = dy B [T, R] (for `gradients`), dB [N, r]. g8, sg are rows of dy * s_w."""
         gb = db = dx = None
         if packed is not None and xa_TR is not None:
-            gb = project_rows(g8_TN, sg_T1, packed.b_folded_Nr, self.ends)
-            db = gather_columns(
-                g8_TN, sg_T1, xa_TR, self.ends, self.inverse_scale_N, packed.scaling
-            )
+            gb = project_rows(g8_TN, sg_T1, packed.b8, dtype)
+            inverse = self._constants_NK.inverse_scale_N
+            db = gather_columns(g8_TN, sg_T1, xa_TR, self.ends, inverse, packed.scaling)
         if need_dx:
             dx = scaled_mm(
                 g8_TN,
                 sg_T1,
                 transpose8(self.weight8_NK),
-                self.ones_K,
+                self._constants_NK.ones_K,
                 split_accumulator=self.split_accumulator,
                 dtype=dtype,
             )
@@ -154,20 +137,28 @@ class Group:
         return [grad.to(t.dtype) for grad, t in zip((*das, *dbs), tensors, strict=True)]
 
     @property
-    def inverse_scale_N(self) -> torch.Tensor:
-        """1 / s_w."""
-        return self._make_constants()[0]
+    def fold_N(self) -> torch.Tensor:
+        """s_w in BF16, which holds powers of two exactly: the factors of dy before its cast."""
+        return self._constants_NK.fold_N
 
     @property
-    def ones_K(self) -> torch.Tensor:
-        """The scales of Wᵀ's rows once s_w is folded into dy."""
-        return self._make_constants()[1]
-
-    def _make_constants(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _constants_NK(self) -> "_Constants":
         if self._constants is None:
-            ones = torch.ones(self.weight8_NK.shape[1], device=self.weight8_NK.device)
-            self._constants = (self.scale_N.reciprocal(), ones)
+            self._constants = _Constants(
+                inverse_scale_N=self.scale_N.reciprocal(),
+                ones_K=torch.ones(self.weight8_NK.shape[1], device=self.weight8_NK.device),
+                fold_N=self.scale_N.bfloat16(),
+            )
         return self._constants
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Constants:
+    """Of s_w: 1 / s_w, itself in BF16; and the scales of Wᵀ's rows once s_w is folded into dy."""
+
+    inverse_scale_N: torch.Tensor
+    ones_K: torch.Tensor
+    fold_N: torch.Tensor
 
 
 def merge_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from swiftfp8.precision.kernels.decoder import DecoderWeights, Recompute, run_layer
+from swiftfp8.precision.kernels.decoder import Attention, DecoderWeights, Recompute, run_layer
+from swiftfp8.precision.kernels.graphs import GraphPool, LayerGraphs, Rotary
 from swiftfp8.precision.kernels.group import Adapter, Group, merge_rows
 from swiftfp8.precision.kernels.quantize import E4M3
 from swiftfp8.precision.kernels.rope import Heads, rotate_reference
@@ -25,19 +26,25 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def fuse_model(
-    model: nn.Module, *, recompute: Recompute = "cheap", keep_gate_up_fp8: bool = True
+    model: nn.Module,
+    *,
+    recompute: Recompute = "cheap",
+    keep_gate_up_fp8: bool = True,
+    graphs: bool = False,
 ) -> dict[str, str | None]:
     """Fuse every decoder layer that fits; call it last, after LoRA was added and moved.
 
     Returns each decoder layer's name with None where it was fused, or why it was not. A model
-    whose `gradient_checkpointing` is on runs with `recompute="full"`, whatever is given here.
+    whose `gradient_checkpointing` is on runs with `recompute="full"`, whatever is given here. With
+    `graphs`, training passes without an attention mask are replayed as CUDA graphs (graphs.py).
     """
     found: dict[str, str | None] = {}
+    pool = GraphPool() if graphs else None
     for name, module in model.named_modules():
         if hasattr(module, "self_attn") and hasattr(module, "mlp"):
             found[name] = reason = unsupported(module)
             if reason is None:
-                _install(module, recompute, keep_gate_up_fp8)
+                _install(module, recompute, keep_gate_up_fp8, pool)
     return found
 
 
@@ -87,7 +94,9 @@ def _adapter_shape(linear: nn.Module) -> tuple[int, float] | None:
     return linear.r[active[0]], linear.scaling[active[0]]
 
 
-def _install(layer: nn.Module, recompute: Recompute, keep_gate_up_fp8: bool) -> None:
+def _install(
+    layer: nn.Module, recompute: Recompute, keep_gate_up_fp8: bool, pool: GraphPool | None
+) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     qkv, o = [getattr(attention, name) for name in _ATTENTION[:3]], attention.o_proj
     gate_up, down = [mlp.gate_proj, mlp.up_proj], mlp.down_proj
@@ -108,7 +117,7 @@ def _install(layer: nn.Module, recompute: Recompute, keep_gate_up_fp8: bool) -> 
         recompute=recompute,
         keep_gate_up_fp8=keep_gate_up_fp8,
     )
-    state = _FusedState(weights, [*qkv, o, *gate_up, down], recompute)
+    state = _FusedState(weights, [*qkv, o, *gate_up, down], recompute, pool)
     object.__setattr__(layer, "fused", state)
     layer.__class__ = _fused_class(type(layer))
 
@@ -166,11 +175,16 @@ class _FusedState:
     """A fused layer's weights, and whether a call can use them."""
 
     def __init__(
-        self, weights: DecoderWeights, linears: list[nn.Module], recompute: Recompute
+        self,
+        weights: DecoderWeights,
+        linears: list[nn.Module],
+        recompute: Recompute,
+        pool: GraphPool | None,
     ) -> None:
         self.weights = weights
         self.linears = linears
         self.recompute = recompute
+        self.graphs = None if pool is None else LayerGraphs(weights, pool)
 
     def fits(self, x: torch.Tensor, cache: Any) -> bool:
         """Whether this call is plain training or evaluation on the fused weights."""
@@ -236,21 +250,54 @@ def _run(
     sliding = getattr(module, "sliding_window", None)
     if sliding is not None:
         kwargs["sliding_window"] = sliding
+    normed = hasattr(module, "q_norm")
+
+    def make_attention(turns: Rotary | None) -> Attention:
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if normed:
+                q, k = module.q_norm(q), module.k_norm(k)
+                if turns is not None:
+                    q, k = (rotate_reference(part, *turns) for part in (q, k))
+            attended, _ = attend(
+                module, q, k, v, attention_mask, dropout=0.0, scaling=module.scaling, **kwargs
+            )
+            return attended
+
+        return attention
+
+    graphs = layer.fused.graphs
+    if graphs is not None and _is_recordable(hidden_states, attention_mask, attend, kwargs):
+        y = graphs.run(hidden_states, position_embeddings, make_attention, rotate=not normed)
+        if y is not None:
+            return y
     rotary = None
     if position_embeddings is not None:
         width = position_embeddings[0].shape[-1]
         cos, sin = (part.reshape(-1, width).contiguous() for part in position_embeddings)
         rotary = (cos, sin)
-    normed = hasattr(module, "q_norm")
+    return run_layer(
+        hidden_states,
+        layer.fused.weights,
+        None if normed else rotary,
+        make_attention(rotary),
+    )
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if normed:
-            q, k = module.q_norm(q), module.k_norm(k)
-            if rotary is not None:
-                q, k = (rotate_reference(part, *rotary) for part in (q, k))
-        attended, _ = attend(
-            module, q, k, v, attention_mask, dropout=0.0, scaling=module.scaling, **kwargs
-        )
-        return attended
 
-    return run_layer(hidden_states, layer.fused.weights, None if normed else rotary, attention)
+def _is_recordable(
+    x: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    attend: Callable[..., Any],
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether a graph sees all that this call depends on: x and the rotary embedding."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    unread = ("position_ids", "cache_position")  # of SDPA
+    tensors = [k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and k not in unread]
+    return (
+        x.is_cuda
+        and torch.is_grad_enabled()
+        and attention_mask is None
+        and attend is ALL_ATTENTION_FUNCTIONS["sdpa"]
+        and not tensors
+    )

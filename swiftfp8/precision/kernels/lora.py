@@ -5,60 +5,32 @@ the sum of their ranks r; B [N, r] stacks their scaled B's, each row block with 
 x Aᵀ. `ends` are the blocks' ends in N: block i covers rows ends[i-1]..ends[i] of B and columns
 i r..(i+1) r of `xa`. With x = x8 sx, and g8 sg = rows of dy * s_w (see quantize.py):
 
-    xa = sx (x8 Aᵀ)                    [T, R]   project_rows(x8, sx, A)
     y += xa_i B_iᵀ                     [T, N]   add_product_(y, xa, B)
-    gb_i = dy_i B_i = sg (g8_i (B/s_w)_i)  [T, R]   project_rows(g8, sg, B/s_w)
     dx += gb A                         [T, K]   add_product_(dx, gb, Aᵀ)
     dB_i = dy_iᵀ xa_i = 1/s_w (g8ᵀ (sg xa))_i  [N, r]   gather_columns(g8, sg, xa)
     dA = gbᵀ x = ((x8ᵀ (sx gb)))ᵀ       [R, K]   gather_columns(x8, sx, gb)
 
-Every one of them is bound by reading or writing its [T, N] operand once. FP8 values are widened to
-BF16 on load, exactly; sums are float32.
+where xa = x Aᵀ and gb_i = dy_i B_i come from thin.py. Every one of them is bound by reading or
+writing its [T, N] operand once. FP8 values are widened to BF16 on load, exactly; sums are float32.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from swiftfp8.precision.kernels._triton import ceil_div, jit, next_power_of_2, runs_triton, tl
+from swiftfp8.precision.kernels._triton import (
+    INTERPRETED,
+    ceil_div,
+    jit,
+    next_power_of_2,
+    runs_triton,
+    tl,
+)
 from swiftfp8.precision.kernels.quantize import dequantize_rows
 
 _INTERPRETED_SPLITS = 2
-
-
-def project_rows(
-    x8_TC: torch.Tensor,
-    scale_T1: torch.Tensor,
-    m_CJ: torch.Tensor,
-    ends: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """scale * (x8 M) block by block of M's rows, [T, blocks * J]. M may be a transposed view."""
-    tokens, columns = x8_TC.shape
-    ends = [columns] if ends is None else list(ends)
-    rank = m_CJ.shape[1]
-    if not runs_triton(x8_TC):
-        parts = zip([0, *ends[:-1]], ends, strict=True)
-        x = dequantize_rows(x8_TC, scale_T1)
-        return torch.cat([x[:, a:b] @ m_CJ[a:b].float() for a, b in parts], -1).to(m_CJ.dtype)
-    out = torch.empty(tokens, len(ends) * rank, dtype=m_CJ.dtype, device=x8_TC.device)
-    _project_rows[(ceil_div(tokens, 64), len(ends))](
-        x8_TC,
-        scale_T1,
-        m_CJ,
-        out,
-        tokens,
-        columns,
-        *_three(ends),
-        m_CJ.stride(0),
-        m_CJ.stride(1),
-        J=rank,
-        JP=max(16, next_power_of_2(rank)),
-        BT=64,
-        BC=128,
-        num_warps=4,
-        num_stages=4,
-    )
-    return out
+# Triton's interpreter has no inline assembly.
+_INTERPRETED = tl.constexpr(INTERPRETED) if tl.constexpr is not object else INTERPRETED
 
 
 def add_product_(
@@ -84,7 +56,7 @@ def add_product_(
         m_NJ,
         tokens,
         columns,
-        *_three(ends),
+        *three_ends(ends),
         z_TR.stride(0),
         m_NJ.stride(0),
         m_NJ.stride(1),
@@ -123,8 +95,8 @@ def gather_columns(
         out = out * alpha if out_scale_C is None else out * (alpha * out_scale_C[:, None])
         return out.t().contiguous() if transposed else out
     starts = [0, *ends[:-1]]
-    tiles = sum(ceil_div(b - a, 64) for a, b in zip(starts, ends, strict=True))
-    splits = _splits(tiles, tokens, rank) if x8_TC.is_cuda else _INTERPRETED_SPLITS
+    tiles = sum(ceil_div(b - a, 128) for a, b in zip(starts, ends, strict=True))
+    splits = _splits(tiles, tokens) if x8_TC.is_cuda else _INTERPRETED_SPLITS
     shape = (rank, columns) if transposed else (columns, rank)
     partial = torch.empty(splits, *shape, dtype=torch.float32, device=x8_TC.device)
     _gather_columns[(tiles, splits)](
@@ -135,7 +107,7 @@ def gather_columns(
         partial,
         tokens,
         columns,
-        *_three(ends),
+        *three_ends(ends),
         alpha,
         ceil_div(ceil_div(tokens, splits), 64) * 64,
         z_TR.stride(0),
@@ -144,35 +116,20 @@ def gather_columns(
         J=rank,
         JP=max(16, next_power_of_2(rank)),
         BT=64,
-        BC=64,
+        BC=128,
         num_warps=4,
         num_stages=3,
     )
     return partial[0] if splits == 1 else partial.sum(0)
 
 
-def scale_columns(
-    b_Nr: torch.Tensor, inverse_scale_N: torch.Tensor, scaling: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """B * scaling, and B * scaling / s_w, both [N, r] in `dtype`."""
-    if not runs_triton(b_Nr):
-        scaled = b_Nr.float() * scaling
-        return scaled.to(dtype), (scaled * inverse_scale_N[:, None]).to(dtype)
-    rows, rank = b_Nr.shape
-    assert b_Nr.is_contiguous()
-    out = torch.empty(2, rows, rank, dtype=dtype, device=b_Nr.device)
-    _scale_columns[(ceil_div(rows * rank, 1024),)](
-        b_Nr, inverse_scale_N, out, rows * rank, scaling, rank, BLOCK=1024, num_warps=4
-    )
-    return out[0], out[1]
-
-
-def _splits(tiles: int, tokens: int, rank: int) -> int:
+def _splits(tiles: int, tokens: int) -> int:
     """Programs along the tokens: their loops are short of loads in flight, so many must run."""
-    return max(1, min(32 if rank <= 16 else 16, 2600 // tiles, tokens // 256))
+    return max(1, min(32, ceil_div(1024, tiles), tokens // 256))
 
 
-def _three(ends: Sequence[int]) -> tuple[int, int, int]:
+def three_ends(ends: Sequence[int]) -> tuple[int, int, int]:
+    """The ends of up to three blocks, the last one repeated."""
     assert 1 <= len(ends) <= 3
     return (ends[0], ends[min(1, len(ends) - 1)], ends[-1])
 
@@ -197,47 +154,12 @@ def _add_product_reference(
 
 
 @jit
-def _project_rows(
-    X8, S, M, OUT, T, C, E0, E1, E2, mc, mj,
-    J: tl.constexpr, JP: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    block = tl.program_id(1)
-    start = tl.where(block == 0, 0, tl.where(block == 1, E0, E1))
-    end = tl.where(block == 0, E0, tl.where(block == 1, E1, E2))
-    j = tl.arange(0, JP)
-    sums = tl.zeros((BT, JP), tl.float32)
-    rows = X8 + t[:, None].to(tl.int64) * C
-    for first in range(start, end, BC):
-        c = first + tl.arange(0, BC)
-        x = tl.load(rows + c[None, :], mask=(t[:, None] < T) & (c[None, :] < end), other=0.0)
-        m = tl.load(
-            M + c[:, None].to(tl.int64) * mc + j[None, :] * mj,
-            mask=(c[:, None] < end) & (j[None, :] < J),
-            other=0.0,
-        )
-        sums = tl.dot(x.to(M.dtype.element_ty), m, sums)
-    sums = sums * tl.load(S + t, mask=t < T, other=0.0)[:, None]
-    out = OUT + t[:, None] * (tl.num_programs(1) * J) + block * J + j[None, :]
-    tl.store(out, sums.to(OUT.dtype.element_ty), mask=(t[:, None] < T) & (j[None, :] < J))
-
-
-@jit
-def _scale_columns(B, INV, OUT, COUNT, scaling, rank, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    b = tl.load(B + i, mask=i < COUNT, other=0.0).to(tl.float32) * scaling
-    inverse = tl.load(INV + i // rank, mask=i < COUNT, other=0.0)
-    tl.store(OUT + i, b.to(OUT.dtype.element_ty), mask=i < COUNT)
-    tl.store(OUT + COUNT + i, (b * inverse).to(OUT.dtype.element_ty), mask=i < COUNT)
-
-
-@jit
 def _add_product(
     Y, RES, Z, M, T, N, E0, E1, E2, zt, mn, mj,
     RESIDUAL: tl.constexpr, J: tl.constexpr, JP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    block, start, end = _block_of(tl.program_id(0), E0, E1, E2, BN)
+    block, start, end = block_of(tl.program_id(0), E0, E1, E2, BN)
     n = start + tl.arange(0, BN)
     t = tl.program_id(1) * BT + tl.arange(0, BT)
     j = tl.arange(0, JP)
@@ -265,7 +187,7 @@ def _gather_columns(
     SCALE: tl.constexpr, J: tl.constexpr, JP: tl.constexpr,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    block, start, end = _block_of(tl.program_id(0), E0, E1, E2, BC)
+    block, start, end = block_of(tl.program_id(0), E0, E1, E2, BC)
     split = tl.program_id(1)
     c = start + tl.arange(0, BC)
     j = tl.arange(0, JP)
@@ -284,9 +206,9 @@ def _gather_columns(
             other=0.0,
         )
         s = tl.load(S + t, mask=t < last, other=0.0)
-        z = (z.to(tl.float32) * s[:, None]).to(Z.dtype.element_ty)
-        sums = tl.dot(tl.trans(z), x.to(Z.dtype.element_ty), sums)
-    sums = sums * alpha
+        z = (z.to(tl.float32) * (s * 2.0**96)[:, None]).to(tl.bfloat16)
+        sums = tl.dot(tl.trans(z), _shrunk_bf16(x), sums)
+    sums = sums * (2.0**24 * alpha)
     if SCALE:
         sums = sums * tl.load(OSCALE + c, mask=c < end, other=0.0)[None, :]
     tl.store(
@@ -297,7 +219,38 @@ def _gather_columns(
 
 
 @jit
-def _block_of(tile, E0, E1, E2, BN: tl.constexpr):
+def _shrunk_bf16(x8):
+    """x8 * 2^-120 in BF16: e4m3's bits in their place under BF16's larger exponent bias.
+
+    Four integer instructions for two values, where the GPU's conversion by way of FP16 and float32
+    takes twice the time of the whole loop's loads.
+    """
+    if _INTERPRETED:
+        return (x8.to(tl.float32) * 2.0**-120).to(tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, rest;
+        prmt.b32 low, $2, 0, 0x1404;
+        prmt.b32 high, $2, 0, 0x3424;
+        shr.u32 rest, low, 4;
+        and.b32 rest, rest, 0x07f007f0;
+        and.b32 low, low, 0x80008000;
+        or.b32 $0, low, rest;
+        shr.u32 rest, high, 4;
+        and.b32 rest, rest, 0x07f007f0;
+        and.b32 high, high, 0x80008000;
+        or.b32 $1, high, rest;
+        }""",
+        "=r,=r,r",
+        [x8.to(tl.uint8, bitcast=True)],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@jit
+def block_of(tile, E0, E1, E2, BN: tl.constexpr):
     """Which block of columns a tile lies in, where the tile begins, where the block ends."""
     first = tl.cdiv(E0, BN)
     second = first + tl.cdiv(E1 - E0, BN)

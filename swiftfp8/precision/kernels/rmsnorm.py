@@ -47,12 +47,14 @@ def rmsnorm_backward(
     weight_K: torch.Tensor,
     d_residual_TK: torch.Tensor | None = None,
     col_scale_K: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """dx, and with `col_scale_K` FP8 rows of dx * col_scale and their scales [T, 1]."""
+    """dx (in `out`), and with `col_scale_K` FP8 rows of dx * col_scale and their scales [T, 1]."""
     if not runs_triton(x_TK):
-        return _backward_reference(dh_TK, x_TK, rstd_T, weight_K, d_residual_TK, col_scale_K)
+        dx, *rows = _backward_reference(dh_TK, x_TK, rstd_T, weight_K, d_residual_TK, col_scale_K)
+        return (dx if out is None else out.copy_(dx), *rows)
     tokens, features = x_TK.shape
-    dx = torch.empty_like(x_TK)
+    dx = torch.empty_like(x_TK) if out is None else out
     g8 = scale = None
     if col_scale_K is not None:
         g8 = torch.empty(tokens, features, dtype=E4M3, device=x_TK.device)
@@ -166,7 +168,7 @@ def _rmsnorm_backward(
         dx += tl.load(DRES + row * K + k, mask=mask, other=0.0).to(tl.float32)
     tl.store(DX + row * K + k, dx.to(DX.dtype.element_ty), mask=mask)
     if QUANTIZE:
-        g = dx * tl.load(COL + k, mask=mask, other=0.0)
+        g = dx * tl.load(COL + k, mask=mask, other=0.0).to(tl.float32)
         scale = tl.maximum(tl.max(tl.abs(g), 0), 1e-30) / 448.0
         tl.store(S + row, scale)
         tl.store(G8 + row * K + k, to_e4m3(g * (1.0 / scale)), mask=mask)

@@ -39,7 +39,8 @@ from swiftfp8.precision.kernels.quantize import (
 )
 
 _TILE = {"BT": 16, "BN": 256, "num_warps": 4}
-_TILES_PER_PROGRAM = 4
+_PEAK_TILE = {"BT": 64, "BN": 64, "num_warps": 4}
+_TILES_PER_PROGRAM = 8
 _HELD_CHUNKS = 5
 # Triton's interpreter has no inline assembly.
 _EXACT_SIGMOID = tl.constexpr(INTERPRETED) if tl.constexpr is not object else INTERPRETED
@@ -80,14 +81,14 @@ def swiglu_quantize(
     to_fp8 = keep and keep_fp8
     kept = torch.empty_like(gate_up_TI2, dtype=E4M3) if to_fp8 else gate_up_TI2
     xa, b = (gate_up_TI2, gate_up_TI2) if lora is None else lora
-    shape = {**_lora_shape(lora), **_TILE}
-    grid = (ceil_div(inner, _TILE["BN"] * _TILES_PER_PROGRAM), ceil_div(tokens, _TILE["BT"]))
-    _swiglu_peaks[grid](
-        gate_up_TI2, xa, b, peaks, tokens, inner, KEEP=to_fp8, TILES=_TILES_PER_PROGRAM, **shape
-    )
-    _swiglu_write[(ceil_div(inner, _TILE["BN"]), grid[1])](
+    shape, columns = _lora_shape(lora), _PEAK_TILE["BN"] * _TILES_PER_PROGRAM
+    _swiglu_peaks[(ceil_div(inner, columns), ceil_div(tokens, _PEAK_TILE["BT"]))](
+        gate_up_TI2, xa, b, peaks, tokens, inner,
+        KEEP=to_fp8, TILES=_TILES_PER_PROGRAM, **shape, **_PEAK_TILE,
+    )  # fmt: skip
+    _swiglu_write[(ceil_div(inner, _TILE["BN"]), ceil_div(tokens, _TILE["BT"]))](
         gate_up_TI2, xa, b, peaks, m8, kept, scales, tokens, inner,
-        KEEP=to_fp8, ADD=keep and not to_fp8 and lora is not None, **shape,
+        KEEP=to_fp8, ADD=keep and not to_fp8 and lora is not None, **shape, **_TILE,
     )  # fmt: skip
     sm = scales[0].view(tokens, 1)
     if not keep:
@@ -282,8 +283,8 @@ def _gradients(DM, KEPT, COL, i, INNER, sg, su):
     u = tl.load(KEPT + INNER + i, mask=mask, other=0.0).to(tl.float32) * su
     sigma = _sigmoid(g)
     silu = g * sigma
-    dg = dm * u * (sigma * (1.0 + g - silu)) * tl.load(COL + i, mask=mask, other=0.0)
-    du = dm * silu * tl.load(COL + INNER + i, mask=mask, other=0.0)
+    dg = dm * u * (sigma * (1.0 + g - silu)) * tl.load(COL + i, mask=mask, other=0.0).to(tl.float32)
+    du = dm * silu * tl.load(COL + INNER + i, mask=mask, other=0.0).to(tl.float32)
     return dg, du, silu * u
 
 
