@@ -248,10 +248,10 @@ def _fuse(model: nn.Module, plan: Plan, backend: Any) -> None:
 
     Says which layers run linear by linear, once for each reason.
     """
-    layers: dict[str, str | None] = backend.finish(model)
+    recompute = _RECOMPUTE[plan.gradient_checkpointing]
+    layers: dict[str, str | None] = backend.finish(model, recompute=recompute)
     for name in (name for name, reason in layers.items() if reason is None):
         layer: Any = model.get_submodule(name)
-        layer.fused.recompute = _RECOMPUTE[plan.gradient_checkpointing]
         layer.gradient_checkpointing = plan.gradient_checkpointing == "full"
     for reason in sorted({reason for reason in layers.values() if reason is not None}):
         names = [name for name, why in layers.items() if why == reason]

@@ -10,9 +10,9 @@ the time of all that is no matmul (norms, SwiGLU, casts, LoRA's thin products), 
 layer and one of hidden + intermediate features; `launch` is the host's time for a decoder layer,
 forward and backward.
 
-Rates are an H200's. `matmul` and `element` follow from measured steps of a 7B (tests/unit/
-test_speed.py holds the table); `launch` is counted from kernels at 6 to 8 µs each and not measured
-yet, so that where the host decides this is a rule of thumb.
+Rates are an H200's. `matmul` and `element` follow from measured steps of a 7B, the fused layers'
+`launch` from one of a 0.5B (tests/unit/test_speed.py holds the table); the other launches are
+estimates, so that where the host decides this is a rule of thumb.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Rates:
 
 
 RATES = {
-    "bf16": Rates(matmul=BF16_MATMUL, element=5.9e-11, launch=1.5e-3),
-    "te": Rates(matmul=1172e12, element=4.4e-11, launch=3.0e-3),
-    "torch": Rates(matmul=1423e12, element=4.4e-11, launch=2.5e-3),
-    "torch, fused": Rates(matmul=1423e12, element=2.0e-11, launch=0.9e-3),
+    "bf16": Rates(matmul=BF16_MATMUL, element=5.9e-11, launch=3.0e-3),
+    "te": Rates(matmul=1172e12, element=4.4e-11, launch=5.0e-3),
+    "torch": Rates(matmul=1423e12, element=4.4e-11, launch=5.0e-3),
+    "torch, fused": Rates(matmul=1423e12, element=2.0e-11, launch=4.4e-3),
 }
 
 

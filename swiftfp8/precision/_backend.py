@@ -7,7 +7,8 @@ A backend is a module in this folder with
     token_multiple(recipe) -> int        tokens per matmul are padded to a multiple of this
     convert(linear, layer, recipe) -> nn.Module
     context(recipe) -> context manager   around the model's forward pass
-    finish(model) -> {layer: None | str}  optional, last: fuse what fits, with a reason for the rest
+    finish(model, recompute=) -> {layer: None | str}
+                                         optional, last: fuse what fits, with a reason for the rest
     checkpoint(recipe) -> callable       (function, *args) -> outputs, for gradient checkpointing
 It sees `nn.Linear` and a `LayerPlan`, never a model's name.
 """

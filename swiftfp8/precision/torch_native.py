@@ -29,6 +29,7 @@ from swiftfp8.precision._backend import (
     pad_tokens,
 )
 from swiftfp8.precision.kernels import _triton
+from swiftfp8.precision.kernels.decoder import Recompute
 from swiftfp8.precision.kernels.group import Adapter, Group
 from swiftfp8.precision.kernels.install import fuse_model
 from swiftfp8.precision.kernels.quantize import (
@@ -86,9 +87,9 @@ def context(recipe: RecipeOptions | None) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def finish(model: nn.Module) -> dict[str, str | None]:
+def finish(model: nn.Module, *, recompute: Recompute = "none") -> dict[str, str | None]:
     """Fuse the decoder layers that fit; returns each one's name with None, or why it was not."""
-    return fuse_model(model, recompute="none")
+    return fuse_model(model, recompute=recompute)
 
 
 def checkpoint(recipe: RecipeOptions | None) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ class Measured:
 # Add a row for each new measurement; `speed.RATES` is fitted to them.
 MEASURED = [
     Measured(ms=306),
+    Measured(ms=110.8, shape="0.5b", length=1024),
     Measured(ms=331.6, checkpointing="selective"),
     Measured(ms=425, checkpointing="full"),
     Measured(ms=460, backend="te"),
