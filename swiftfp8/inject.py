@@ -22,6 +22,7 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.plan import FP8_RECIPES, LayerPlan, Plan
 from swiftfp8.precision._backend import PrecisionLinear, find_backend
 from swiftfp8.precision._selective import selective_checkpoint
+from swiftfp8.precision.high import compute_in_float32
 
 log = logging.getLogger(__name__)
 _PEFT_PREFIX = "base_model.model."
@@ -72,6 +73,8 @@ def inject_precision(model: PreTrainedModel, plan: Plan, device: str | torch.dev
     for layer in plan.layers:
         if layer.precision in FP8_RECIPES:
             _replace(model, layer, plan, backend.convert, device)
+    for name in plan.head_modules:
+        compute_in_float32(model.get_submodule(name))
     _move_rest(model, device)
     injected = model if plan.lora is None else add_adapter(model, plan.lora)
     if plan.gradient_checkpointing != "none":

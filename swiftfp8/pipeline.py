@@ -23,6 +23,7 @@ from swiftfp8.hardware import Hardware, parse_hardware, probe
 from swiftfp8.plan import Plan, build_plan
 from swiftfp8.report.plan_table import plan_to_dict, precision_report, print_plan
 from swiftfp8.requests import ExportRequest, InferRequest, VerifyRequest
+from swiftfp8.tasks import REWARD_HEAD, Head
 
 if TYPE_CHECKING:
     from swiftfp8.export.report import ExportReport
@@ -61,7 +62,9 @@ def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
     _set_threads(made)
 
     tokenizer = load_tokenizer(source, config.template, config.trust_remote_code)
-    datasets = load_datasets(config, tokenizer, made.fp8_token_multiple)
+    datasets = load_datasets(
+        config, tokenizer, made.fp8_token_multiple, head=made.head, pooling=made.pooling
+    )
     _print_lines(console, datasets.report.summary_lines())
 
     run_dir = start_run(
@@ -75,6 +78,9 @@ def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
             made.weight_dtype,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
+            task=made.task,
+            head=made.head,
+            pad_token_id=tokenizer.pad_token_id,
         )
         model = inject_precision(model, made, made.device)
         result = run_training(
@@ -178,7 +184,18 @@ def _plan(config: Config, hardware: Hardware) -> tuple[ModelSource, Plan]:
     from swiftfp8.models.source import resolve_source
 
     source = resolve_source(config)
-    return source, build_plan(config, hardware, load_meta(source, config))
+    return source, build_plan(config, hardware, load_meta(source, config, _head(config)))
+
+
+def _head(config: Config) -> Head | None:
+    """What the model puts out, where the task gives it a head of its own; rows may tell."""
+    if config.task == "reward":
+        return REWARD_HEAD
+    if config.task != "seq_cls":
+        return None
+    from swiftfp8.data.labels import find_head
+
+    return find_head(config)
 
 
 def _refuse_several_processes() -> None:

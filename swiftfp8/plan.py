@@ -22,6 +22,7 @@ from swiftfp8.memory import MemoryEstimate, estimate_memory
 from swiftfp8.models.meta import LinearMeta, ModelMeta
 from swiftfp8.selection import lora_targets, matches, unmatched_excludes
 from swiftfp8.speed import step_seconds
+from swiftfp8.tasks import TASKS, Head, speaks, task_notes, task_problems
 
 if TYPE_CHECKING:
     from swiftfp8.config.schema import Config, PrecisionConfig
@@ -45,6 +46,13 @@ FP8_RECIPES = ("mxfp8", "fp8_block", "fp8_current", "fp8_delayed")
 ONE_THREAD_PARAMS = 20_000_000
 HIGH_PRECISIONS = ("bf16", "fp16", "fp32")
 HIGH_HEAD = "output head: rounding it moves every token's probability"
+_KEPT_HIGH = {
+    "experts": "experts are one 3-D parameter, not a linear: no backend runs them in FP8 yet",
+    "router": "router: rounding it sends tokens to other experts",
+    "score": "score head: few outputs, all of which count, and trained from nothing",
+    "pooler": "pooler: it sees one token a row, and the score reads it",
+    "unused": "unused: the task reads the tokens themselves",
+}
 # In and out features of a weight must be multiples of this.
 SHAPE_MULTIPLE = {"mxfp8": 32, "fp8_block": 128, "fp8_current": 16, "fp8_delayed": 16}
 # So must the tokens of a matmul: they are the summed dimension of a weight's gradient.
@@ -86,13 +94,18 @@ class LayerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraPlan:
-    """LoRA's shape. `targets` are full module names."""
+    """LoRA's shape. `targets` are full module names.
+
+    `modules_to_save` are trained whole beside it; `task_type` is PEFT's.
+    """
 
     rank: int
     alpha: float
     dropout: float
     use_rslora: bool
     targets: tuple[str, ...]
+    modules_to_save: tuple[str, ...] = ()
+    task_type: str = "CAUSAL_LM"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +140,10 @@ class Plan:
     decoder_coverage: float = 0.0
     master_weights: bool = False  # BF16 weights are trained on exact FP32 masters
     cpu_threads: int | None = None  # None leaves torch's choice
+    task: str = "sft"
+    head: Head | None = None  # of task=seq_cls and reward
+    head_modules: tuple[str, ...] = ()  # top-level modules that are it
+    pooling: str | None = None  # of task=embedding
     fallbacks: tuple[Fallback, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -187,6 +204,8 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     loss, loss_problems = plan_loss(
         config.train.fused_loss, meta, head_has_lora=bool(heads & targets)
     )
+    if not speaks(config):
+        loss = LossPlan(fused=False, reason=f"task={config.task} has no logits over words")
     problems += loss_problems + _head_problems(config, has_lora=bool(heads & targets))
     why_high_head = _why_high_head(config.precision.head, granted, loss)
     granted = _with_head_fallback(granted, config.precision.head, why_high_head)
@@ -196,6 +215,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     )
     granted = _without_empty_fp8(granted, layers)
     problems += _length_problems(config, meta)
+    problems += task_problems(config)
     coverage = _coverage(layers)
     problems += _strict_problems(config, granted)
     problems += _coverage_problems(config, granted, layers, coverage)
@@ -227,14 +247,14 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     )
     estimate = partial(
         estimate_memory,
-        meta,
+        _memory_meta(meta, config),
         hardware,
         layers,
         compute_dtype=granted.compute_dtype,
         backend=granted.backend,
         tuner=config.tuner,
         lora_rank=config.lora_rank,
-        micro_batch=config.per_device_train_batch_size,
+        micro_batch=config.per_device_train_batch_size * TASKS[config.task].sequences,
         max_length=config.max_length,
         fused_layers=fusion.layers,
         attn_implementation=config.attn_implementation,
@@ -249,6 +269,9 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         fused_layers=fusion.layers,
         estimate=lambda choice: estimate(checkpointing=choice),
     )
+    rows = memory.largest_micro_batch // TASKS[config.task].sequences
+    memory = replace(memory, largest_micro_batch=rows)
+    outputs = {linear.name for linear in meta.linears if linear.kind in ("head", "score")}
     return Plan(
         model_name=meta.name,
         hardware_name=hardware.name,
@@ -258,7 +281,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         recipe=recipe,
         backend=granted.backend,
         layers=layers,
-        lora=_lora_plan(config, layers),
+        lora=_lora_plan(config, layers, meta),
         tuner=config.tuner,
         gradient_checkpointing=checkpointing,
         checkpointing_reason=checkpointing_reason,
@@ -269,14 +292,20 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         coverage=coverage,
         loss=loss,
         fusion=fusion,
-        decoder_coverage=_coverage([layer for layer in layers if layer.name not in heads]),
+        decoder_coverage=_coverage([layer for layer in layers if layer.name not in outputs]),
         master_weights=master_weights,
         cpu_threads=_cpu_threads(hardware, meta),
         memory=memory,
         fallbacks=granted.fallbacks,
+        task=config.task,
+        head=meta.head,
+        head_modules=meta.head_modules,
+        pooling=_pooling(config, meta),
         notes=(
             *_engine_notes(engine, granted),
             *granted.notes,
+            *_score_notes(meta),
+            *task_notes(config),
             *option_notes,
             *_head_notes(layers, heads, meta),
             *_length_notes(config, meta),
@@ -314,7 +343,7 @@ def _plan_layer(
         precision=precision,
         reason=reason,
         lora=lora,
-        trainable=config.tuner == "full",
+        trainable=config.tuner == "full" or linear.kind == "score",
         count=linear.count,
     )
 
@@ -323,10 +352,8 @@ def _why_high(
     linear: LinearMeta, recipe: str, precision: PrecisionConfig, meta: ModelMeta
 ) -> str | None:
     """The first reason to keep this linear out of FP8, or None."""
-    if linear.kind == "experts":
-        return "experts are one 3-D parameter, not a linear: no backend runs them in FP8 yet"
-    if linear.kind == "router":
-        return "router: rounding it sends tokens to other experts"
+    if linear.kind in _KEPT_HIGH:
+        return _KEPT_HIGH[linear.kind]
     for pattern, reason in meta.keep_high.items():
         if matches(linear.name, pattern):
             return reason
@@ -416,7 +443,7 @@ def _without_empty_fp8(granted: Granted, layers: tuple[LayerPlan, ...]) -> Grant
     )
 
 
-def _lora_plan(config: Config, layers: tuple[LayerPlan, ...]) -> LoraPlan | None:
+def _lora_plan(config: Config, layers: tuple[LayerPlan, ...], meta: ModelMeta) -> LoraPlan | None:
     if config.tuner != "lora":
         return None
     return LoraPlan(
@@ -425,7 +452,31 @@ def _lora_plan(config: Config, layers: tuple[LayerPlan, ...]) -> LoraPlan | None
         dropout=config.lora_dropout,
         use_rslora=config.use_rslora,
         targets=tuple(layer.name for layer in layers if layer.lora),
+        modules_to_save=meta.head_modules,
+        task_type=TASKS[config.task].adapter_type,
     )
+
+
+def _memory_meta(meta: ModelMeta, config: Config) -> ModelMeta:
+    """The shapes that the estimate goes by: a head of a few labels makes few logits."""
+    if speaks(config):
+        return meta
+    return replace(meta, vocab_size=meta.head.num_labels if meta.head else 1)
+
+
+def _pooling(config: Config, meta: ModelMeta) -> str | None:
+    if config.task != "embedding":
+        return None
+    if config.embedding.pooling != "auto":
+        return config.embedding.pooling
+    return "mean" if meta.encoder else "last_token"
+
+
+def _score_notes(meta: ModelMeta) -> list[str]:
+    if meta.head is None:
+        return []
+    trained = ", ".join(meta.head_modules)
+    return [meta.head.reason, f"new and trained whole, in high precision: {trained}"]
 
 
 def _length_problems(config: Config, meta: ModelMeta) -> list[SwiftFP8Error]:

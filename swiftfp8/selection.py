@@ -12,7 +12,12 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.models.meta import LinearMeta, ModelMeta
 from swiftfp8.registry import suggest, unknown
 
-NO_LORA = {"router": "it is a router", "experts": "it is the 3-D parameter of all experts"}
+NO_LORA = {
+    "router": "it is a router",
+    "experts": "it is the 3-D parameter of all experts",
+    "score": "it is new, and trained whole",
+    "unused": "nothing reads what it puts out",
+}
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -24,7 +29,7 @@ def lora_targets(
     target_modules: Sequence[str], meta: ModelMeta
 ) -> tuple[set[str], list[SwiftFP8Error]]:
     """Full names of the linears that get LoRA, from `target_modules`."""
-    plain = {linear.name for linear in meta.linears if linear.kind == "linear"}
+    plain = {linear.name for linear in meta.linears if linear.kind in ("linear", "pooler")}
     targets: set[str] = set()
     problems: list[SwiftFP8Error] = []
     for wanted in target_modules:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora.layer import Linear as PeftLinear
+from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -81,7 +82,8 @@ def add_adapter(model: PreTrainedModel, plan: LoraPlan) -> PeftModel:
         use_rslora=plan.use_rslora,
         target_modules=compact_targets(plan.targets, (name for name, _ in model.named_modules())),
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type=plan.task_type,
+        modules_to_save=list(plan.modules_to_save) or None,
     )
     layers = {PrecisionLinear: LoraPrecisionLinear, nn.Linear: LoraPrecisionLinear}
     config._register_custom_module(layers)
@@ -93,6 +95,9 @@ def add_adapter(model: PreTrainedModel, plan: LoraPlan) -> PeftModel:
         if isinstance(module, LoraPrecisionLinear)
     }
     assert found == set(plan.targets), f"LoRA missed its targets: {found ^ set(plan.targets)}"
+    for module in adapted.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            module.modules_to_save.float()  # the optimizer's masters, as A and B are
     return adapted
 
 

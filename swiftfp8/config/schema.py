@@ -130,7 +130,9 @@ class DataConfig:
 
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop at a bad row, or count and skip it."""
-    format: Literal["auto", "alpaca", "sharegpt", "messages", "text"] = "auto"
+    format: Literal[
+        "auto", "alpaca", "sharegpt", "messages", "text", "label", "preference", "kto", "embedding"
+    ] = "auto"
     """Row format; `auto` detects it from the columns and says so."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Rename columns before detection: `{question: instruction, answer: output}`."""
@@ -227,6 +229,46 @@ class GuardConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RlhfConfig:
+    """Learning from preferences: `task=dpo` and `task=reward`. Names are TRL's."""
+
+    loss_type: Literal[
+        "sigmoid", "hinge", "ipo", "apo_zero", "apo_down", "orpo", "simpo", "kto"
+    ] = "sigmoid"
+    """Loss of `task=dpo`. `orpo` and `simpo` need no reference; `kto` takes rated answers."""
+    beta: Annotated[Real, Field(gt=0.0)] = 0.1
+    """How closely the model stays at its reference; `ipo`: tau; `orpo`: weight of the odds."""
+    label_smoothing: Annotated[Real, Field(ge=0.0, lt=0.5)] = 0.0
+    """`simpo`: share of preferences that are taken to be the wrong way round."""
+    simpo_gamma: NonNegativeFloat = 0.5
+    """`simpo`: margin by which the chosen answer is to win."""
+    cpo_alpha: NonNegativeFloat = 0.0
+    """`simpo`: weight of the chosen answer's own loss (TRL's default is 1, the paper's 0)."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """`kto`: weight of good answers' losses."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """`kto`: weight of bad answers' losses."""
+    precompute_ref: bool = False
+    """Compute the reference's log-probabilities once, before training; `tuner=full` needs it."""
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """`task=reward`: weight of a term that keeps the mean reward near zero (0.01 is usual)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class EmbeddingConfig:
+    """`task=embedding`: one vector for a text, trained by InfoNCE."""
+
+    pooling: Literal["auto", "mean", "last_token", "cls"] = "auto"
+    """Tokens that make the vector; `auto` takes `mean` for encoders, `last_token` for decoders."""
+    temperature: Annotated[Real, Field(gt=0.0)] = 0.05
+    """Cosine similarities are divided by it."""
+    query_prefix: Annotated[str, FREE_TEXT] = ""
+    """Put before each anchor, as `query: ` for E5."""
+    passage_prefix: Annotated[str, FREE_TEXT] = ""
+    """Put before each positive and negative."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Config:
     """One training job. Flat keys are everyday ones; groups hold the rest."""
 
@@ -242,8 +284,16 @@ class Config:
     """Rows to evaluate on."""
     split_dataset_ratio: Fraction = 0.0
     """Share of `dataset` set aside for evaluation where `val_dataset` is empty."""
-    task: Literal["sft", "pretrain"] = "sft"
-    """`sft` learns the assistant's turns, `pretrain` every token of plain text."""
+    task: Literal["sft", "pretrain", "seq_cls", "dpo", "reward", "embedding"] = "sft"
+    """`sft` learns the assistant's turns, `pretrain` every token of plain text, `seq_cls` a label
+    for each row, `dpo` (and its kin, `rlhf.loss_type`) preferences, `reward` a score that ranks
+    preferences, `embedding` vectors of texts."""
+    num_labels: Positive | None = None
+    """`seq_cls`: how many labels there are; left out, as many as the training rows have."""
+    problem_type: (
+        Literal["single_label_classification", "multi_label_classification", "regression"] | None
+    ) = None
+    """`seq_cls`: what a label means, by its transformers name; left out, the rows tell."""
     dtype: Literal["fp8", "bf16", "fp16", "fp32"] = "fp8"
     """Precision asked for; the plan says what each layer gets."""
     tuner: Literal["lora", "full"] = "lora"
@@ -312,3 +362,5 @@ class Config:
     train: TrainConfig = Field(default_factory=TrainConfig)
     export: ExportConfig = Field(default_factory=ExportConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
+    rlhf: RlhfConfig = Field(default_factory=RlhfConfig)
+    embedding: EmbeddingConfig = Field(default_factory=EmbeddingConfig)

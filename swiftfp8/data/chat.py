@@ -36,11 +36,16 @@ _CHECKED = 64  # rows whose labels are decoded and compared; characters are comp
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A converted row: turns or plain text, where it came from, and the tools offered."""
+    """A converted row: turns or plain text, where it came from, and the tools offered.
 
-    content: Content
+    Rows of other tasks have what data/task_formats.py names for content. `trained_turns`: only
+    that many of the last assistant turns are trained, None trains all.
+    """
+
+    content: Any
     where: str
     tools: list[Any] | None = None
+    trained_turns: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,22 @@ def tokenize_rows(
                     break
         for done, future in waiting:
             yield encoder.finish(done, future.result())
+
+
+def encode_each(
+    examples: Sequence[Example], tokenizer: Any, settings: TokenizeSettings
+) -> Iterator[list[Pair | BadPlace]]:
+    """Whole rows, however long, or why there is none: one for each conversation, in their order.
+
+    Raises as `tokenize_rows` does.
+    """
+    encoder = _Encoder(tokenizer, settings)
+    for start in range(0, len(examples), _BATCH):
+        rendered = [encoder.render([example]) for example in examples[start : start + _BATCH]]
+        chats = [chat for one in rendered for chat in one.chats]
+        batch = _Rendered(examples=len(rendered), texts=[], chats=chats, bad=[])
+        made = iter(encoder.pairs(batch, encoder.encode(batch)))
+        yield [one.bad[0] if one.bad else next(made) for one in rendered]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +164,8 @@ class _Encoder:
             except (BadRow, TemplateError) as error:
                 bad.append(BadPlace(where=example.where, reason=_reason(error)))
                 continue
+            if example.trained_turns is not None:
+                spans = spans[-example.trained_turns :]
             chats.append((rendered, spans, example.where))
         return _Rendered(examples=len(examples), texts=texts, chats=chats, bad=bad)
 
@@ -159,13 +182,18 @@ class _Encoder:
 
     def finish(self, batch: _Rendered, encoded: _Encoded) -> Tokenized:
         """Masks, and rows of the right length."""
+        pairs = self.pairs(batch, encoded)
+        fitted = fit_rows(pairs, self.settings.max_length, self.settings.truncation)
+        return Tokenized(examples=batch.examples, fitted=fitted, bad=tuple(batch.bad))
+
+    def pairs(self, batch: _Rendered, encoded: _Encoded) -> list[Pair]:
+        """Ids and labels: the batch's texts, then its conversations."""
         pairs = [self._whole(ids) for ids in encoded.texts]
         for (text, spans, where), chars in zip(batch.chats, encoded.chats, strict=True):
             if isinstance(chars, Words) and any(chars.token_range(span) is None for span in spans):
                 (chars,) = self._encode([text])  # a turn begins or ends within a word
             pairs.append(self._mask(_View(ids=chars.ids, chars=chars, text=text), spans, where))
-        fitted = fit_rows(pairs, self.settings.max_length, self.settings.truncation)
-        return Tokenized(examples=batch.examples, fitted=fitted, bad=tuple(batch.bad))
+        return pairs
 
     def _whole(self, ids: list[int]) -> Pair:
         eos = self.tokenizer.eos_token_id

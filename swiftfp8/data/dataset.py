@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,18 @@ from swiftfp8.data.packing import PackCollator, PackedRows, pack_rows
 from swiftfp8.data.progress import tokenizing
 from swiftfp8.data.reading import Converted, read_examples
 from swiftfp8.data.report import DataReport, PartReport, bad_rows_error, count_reasons
+from swiftfp8.data.task_rows import (
+    LabelCollator,
+    Padding,
+    PairCollator,
+    RatedCollator,
+    RelatedCollator,
+    RelatedRows,
+    TaskRows,
+)
+from swiftfp8.data.task_tokens import tokenize_task
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.tasks import TASKS, Head, rates_answers
 
 if TYPE_CHECKING:
     import torch
@@ -88,17 +100,30 @@ class Collator:
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+Rows = TokenRows | PackedRows | TaskRows | RelatedRows
+AnyCollator = (
+    Collator | PackCollator | LabelCollator | PairCollator | RatedCollator | RelatedCollator
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
     """Rows, or packs of rows, to train and evaluate on."""
 
-    train: TokenRows | PackedRows
-    eval: TokenRows | PackedRows | None
-    collator: Collator | PackCollator
+    train: Rows
+    eval: Rows | None
+    collator: AnyCollator
     report: DataReport
 
 
-def load_datasets(config: Config, tokenizer: Any, token_multiple: int) -> Datasets:
+def load_datasets(
+    config: Config,
+    tokenizer: Any,
+    token_multiple: int,
+    *,
+    head: Head | None = None,
+    pooling: str | None = None,
+) -> Datasets:
     """Read, check, convert and tokenize `dataset` and `val_dataset`.
 
     Args:
@@ -106,6 +131,8 @@ def load_datasets(config: Config, tokenizer: Any, token_multiple: int) -> Datase
             attn_implementation data.*`.
         tokenizer: a fast Hugging Face tokenizer.
         token_multiple: sequences are padded to a multiple of this (FP8 asks for 8, 16 or 128).
+        head: what labels mean (`task=seq_cls`).
+        pooling: which tokens make a vector (`task=embedding`).
 
     Raises:
         SwiftFP8Error: what read_entry and tokenize_rows raise; bad rows where they aren't
@@ -119,10 +146,13 @@ def load_datasets(config: Config, tokenizer: Any, token_multiple: int) -> Datase
     elif config.split_dataset_ratio > 0:
         train, held = _split(train, config.split_dataset_ratio, config.seed)
         eval_from = f"{config.split_dataset_ratio:g} of dataset"
-    train_rows, train_report = _tokenize(train, tokenizer, config, "dataset")
+    tokenize = _tokenize
+    if not TASKS[config.task].packs:
+        tokenize = partial(_tokenize_task, head=head, pooling=pooling)
+    train_rows, train_report = tokenize(train, tokenizer, config, "dataset")
     eval_rows = eval_report = None
     if held is not None:
-        eval_rows, eval_report = _tokenize(held, tokenizer, config, eval_from or "")
+        eval_rows, eval_report = tokenize(held, tokenizer, config, eval_from or "")
     return Datasets(
         train=train_rows,
         eval=eval_rows,
@@ -131,13 +161,21 @@ def load_datasets(config: Config, tokenizer: Any, token_multiple: int) -> Datase
     )
 
 
-def _collator(config: Config, tokenizer: Any, token_multiple: int) -> Collator | PackCollator:
+def _collator(config: Config, tokenizer: Any, token_multiple: int) -> AnyCollator:
     if config.packing:
         flatten = config.attn_implementation == "flash_attention_2"
         return PackCollator(token_multiple=token_multiple, flatten=flatten)
     pad = tokenizer.pad_token_id
     pad = tokenizer.eos_token_id if pad is None else pad
-    return Collator(pad_id=0 if pad is None else pad, token_multiple=token_multiple)
+    pad = 0 if pad is None else pad
+    if TASKS[config.task].packs:
+        return Collator(pad_id=pad, token_multiple=token_multiple)
+    padding = Padding(pad_id=pad, token_multiple=token_multiple)
+    if config.task == "seq_cls":
+        return LabelCollator(padding=padding)
+    if config.task == "embedding":
+        return RelatedCollator(padding=padding)
+    return (RatedCollator if rates_answers(config) else PairCollator)(padding=padding)
 
 
 def _convert(entries: Sequence[str], config: Config, key: str) -> Converted:
@@ -216,6 +254,50 @@ def _tokenize(
         dropped=dict(dropped),
         skipped=count_reasons([*rows.bad, *bad]),
     )
+
+
+def _tokenize_task(
+    rows: Converted,
+    tokenizer: Any,
+    config: Config,
+    name: str,
+    *,
+    head: Head | None,
+    pooling: str | None,
+) -> tuple[Rows, PartReport]:
+    with tokenizing(len(rows.examples)) as advance:
+        made = tokenize_task(rows.examples, tokenizer, config, head=head, pooling=pooling)
+        advance(len(rows.examples))
+    _settle_bad(list(made.bad), rows.total, config)
+    if made.rows is None:
+        raise _nothing_left(Counter(made.dropped), list(made.bad), name)
+    if made.dropped:
+        reasons = ", ".join(f"{n} x {reason}" for reason, n in made.dropped.items())
+        log.warning("left out %d rows of %s: %s", sum(made.dropped.values()), name, reasons)
+    _require_negatives(made.rows, config, name)
+    return made.rows, PartReport(
+        sources=rows.sources,
+        rows=len(made.rows),
+        tokens=made.tokens,
+        trained_tokens=made.trained_tokens,
+        longest=made.longest,
+        truncated=made.truncated,
+        split=0,
+        dropped=dict(made.dropped),
+        skipped=count_reasons([*rows.bad, *made.bad]),
+    )
+
+
+def _require_negatives(rows: Rows, config: Config, name: str) -> None:
+    """A text alone in its batch, without a negative, is told from nothing."""
+    key = f"per_device_{'train' if name == 'dataset' else 'eval'}_batch_size"
+    alone = getattr(config, key) == 1
+    if isinstance(rows, RelatedRows) and alone and not rows.all_have_negatives:
+        raise SwiftFP8Error(
+            "rows without a negative take the other rows of their batch for it, and there are none",
+            where=key,
+            fix=f"set {key}=16 or more, or give each row a negative",
+        )
 
 
 def tokenize_settings(config: Config) -> TokenizeSettings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,23 +31,37 @@ class Format:
     name: str
     needs: str
     detect: Callable[[Row], str | None]
-    convert: Callable[[Row], Content]
+    convert: Callable[[Row], Any]  # Content, or what data/task_formats.py names
 
 
-def choose_format(row: Row, asked: str, *, where: str) -> tuple[Format, str]:
-    """The format of the rows that begin with `row`, and why: asked for, or found from columns."""
-    known = {form.name: form for form in FORMATS}
-    if asked != "auto":
+def choose_format(
+    row: Row, asked: str, *, where: str, formats: Sequence[Format] | None = None, task: str = "sft"
+) -> tuple[Format, str]:
+    """The format of the rows that begin with `row`, and why: asked for, or found from columns.
+
+    `formats` are those that the task reads, all that make conversations where left out.
+    """
+    formats = FORMATS if formats is None else formats
+    known = {form.name: form for form in formats}
+    if asked in known:
         return known[asked], "asked for"
-    for form in FORMATS:
+    if asked != "auto":
+        raise SwiftFP8Error(
+            f"rows of the format {asked} are nothing that task={task} can learn from",
+            where=where,
+            fix=f"task={task} reads: " + "; ".join(f"{f.name} ({f.needs})" for f in formats),
+        )
+    for form in formats:
         reason = form.detect(row)
         if reason:
             return form, reason
+    needs = "; ".join(f"{form.name} ({form.needs})" for form in formats)
     raise SwiftFP8Error(
-        f"no row format fits the columns {', '.join(map(str, row)) or '(none)'}",
+        f"no row format{'' if task == 'sft' else f' of task={task}'} fits the columns "
+        f"{', '.join(map(str, row)) or '(none)'}",
         where=where,
-        fix="rename columns, as data.columns={question: instruction, answer: output}; formats: "
-        + "; ".join(f"{form.name} ({form.needs})" for form in FORMATS),
+        fix=f"rename columns, as data.columns={{question: instruction, answer: output}}; formats: "
+        f"{needs}",
     )
 
 
@@ -57,6 +71,48 @@ def rename(row: Row, columns: Mapping[str, str]) -> Row:
         return row
     kept = {key: value for key, value in row.items() if key not in columns}
     return kept | {new: row[old] for old, new in columns.items() if old in row}
+
+
+def decoded(value: Any) -> Any:
+    """A cell of a table may hold a list or an object as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def read_turn(turn: Any, k: int) -> Message:
+    """One turn, written as role and content or as from and value. Raises BadRow."""
+    if isinstance(turn, Mapping) and "from" in turn and "value" in turn:
+        return _said(turn, k)
+    if isinstance(turn, Mapping):
+        return _message(turn, k)
+    raise BadRow(f"turn {k} is not an object with role and content")
+
+
+def read_question(row: Row) -> list[Message] | None:
+    """History and question of an Alpaca-like row without its answer; None where it has none."""
+    question = next((name for name in _QUESTIONS if isinstance(row.get(name), str)), None)
+    if question is None:
+        return None
+    asked = _convert_alpaca({**row, "instruction": row[question], "output": "."})
+    assert not isinstance(asked, str)
+    return asked[:-1]
+
+
+def require_text(value: Any, name: str) -> str:
+    """`value` where it is text that isn't blank. Raises BadRow."""
+    text = _string(value, name)
+    if not text.strip():
+        raise BadRow(f"{name} is empty")
+    return text
+
+
+def check_turns(messages: list[Message]) -> list[Message]:
+    """The conversation where its roles come in turn and an answer is last. Raises BadRow."""
+    return _checked(messages)
 
 
 def read_tools(row: Row) -> list[Any] | None:
@@ -205,6 +261,8 @@ _PAIRS = (
     ("prompt", "completion"),
     ("question", "answer"),
 )
+
+_QUESTIONS = ("instruction", "prompt", "query", "question")
 
 FORMATS = (
     Format(

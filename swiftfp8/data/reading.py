@@ -13,8 +13,10 @@ from swiftfp8.data.files import BadPlace
 from swiftfp8.data.formats import BadRow, choose_format, read_tools, rename
 from swiftfp8.data.report import SourceReport
 from swiftfp8.data.sources import RowSet, read_entry
+from swiftfp8.data.task_formats import task_formats
 from swiftfp8.errors import SwiftFP8Error, raise_all
 from swiftfp8.registry import suggest
+from swiftfp8.tasks import formats_of
 
 if TYPE_CHECKING:
     from swiftfp8.config.schema import Config
@@ -83,7 +85,10 @@ def _convert_rows(
     _check_columns(rows, columns)
     first = rename(rows.rows[0], columns)
     asked = config.data.format if config.data.format != "auto" else rows.format or "auto"
-    form, reason = choose_format(first, asked, where=rows.place(0))
+    formats = task_formats(formats_of(config))
+    form, reason = choose_format(
+        first, asked, where=rows.place(0), formats=formats, task=config.task
+    )
     if asked == rows.format:
         reason = "named by the data set's file"
     for index, row in enumerate(rows.rows):

@@ -19,7 +19,16 @@ from swiftfp8.models.loss_form import why_unfused
 from swiftfp8.models.meta import LinearMeta, ModelMeta
 from swiftfp8.models.quiet import quiet_transformers
 from swiftfp8.models.source import ModelSource
+from swiftfp8.models.task_model import (
+    auto_class,
+    head_modules,
+    is_encoder,
+    set_head,
+    task_kind,
+    usable_positions,
+)
 from swiftfp8.models.tokenizer import load_tokenizer, require_chat_template
+from swiftfp8.tasks import TASKS, Head, Task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,29 +38,33 @@ __all__ = ["load_meta", "load_model", "load_tokenizer", "read_hf_config", "requi
 
 log = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)(?:\.|$)")
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # last name parts of plain linears that route
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def load_meta(source: ModelSource, config: Config) -> ModelMeta:
+def load_meta(source: ModelSource, config: Config, head: Head | None = None) -> ModelMeta:
     """Shapes, counts and linears of the model, built on the meta device: no weights are read.
 
-    Seconds at any size. Raises SwiftFP8Error where the files are faulty, or where the architecture
-    isn't a causal language model that transformers knows.
+    Seconds at any size. `head` is what `task=seq_cls` and `reward` put on it. Raises SwiftFP8Error
+    where the files are faulty, or where the architecture isn't one that the task can train.
     """
+    task = TASKS[config.task]
     check_checkpoint(source.path)
     hf_config = read_hf_config(source.path, config.trust_remote_code)
-    model = _build_meta(hf_config, source.path, config.trust_remote_code)
+    if head is not None:
+        set_head(hf_config, head)
+    model = _build_meta(hf_config, source.path, config.trust_remote_code, task)
     text = hf_config.get_text_config()
-    linears = (*_linears(model), *_experts(model, text))
+    new = head_modules(model) if head is not None else ()
+    linears = (*_linears(model, new, task), *_experts(model, text))
     if not any(linear.kind == "linear" for linear in linears):
         log.warning(
             "%s has no nn.Linear outside its head: nothing to run in FP8", type(model).__name__
         )
     heads = int(text.num_attention_heads)
     hidden = int(text.hidden_size)
-    positions = int(_first(text, "max_position_embeddings") or 0)
+    positions = usable_positions(model, int(_first(text, "max_position_embeddings") or 0))
     intermediate = _first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
     return ModelMeta(
         name=source.name,
@@ -74,6 +87,9 @@ def load_meta(source: ModelSource, config: Config) -> ModelMeta:
         unfused_loss=why_unfused(model),
         unfused_layers=why_layers_unfused(model),
         qk_norm=any(name.endswith(".q_norm") for name, _ in model.named_modules()),
+        head=head,
+        head_modules=new,
+        encoder=is_encoder(hf_config),
     )
 
 
@@ -83,20 +99,27 @@ def load_model(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
     device: str = "cpu",
+    *,
+    task: str = "sft",
+    head: Head | None = None,
+    pad_token_id: int | None = None,
 ) -> PreTrainedModel:
     """The model with its weights in `dtype` ("bf16", "fp16", "fp32") on `device`.
 
     Shards are read tensor by tensor, so the peak is the model's own size. The key/value cache is
-    off, as training wants it. Raises SwiftFP8Error where a weight is missing or of another shape.
+    off, as training wants it. A `head` that the checkpoint lacks is drawn from torch's random
+    state; `pad_token_id` tells it where a row ends. Raises SwiftFP8Error where any other weight is
+    missing or of another shape.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     check_checkpoint(source.path)
     hf_config = read_hf_config(source.path, trust_remote_code)
+    if head is not None:
+        set_head(hf_config, head, pad_token_id)
     with quiet_transformers():
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class(TASKS[task]).from_pretrained(
                 source.path,
                 config=hf_config,
                 dtype=getattr(torch, _DTYPES[dtype]),
@@ -118,7 +141,8 @@ def load_model(
             raise SwiftFP8Error(
                 f"the model can't be loaded: {_first_line(error)}", where=str(source.path)
             ) from error
-    _check_loaded(info, source.path)
+    fresh = head_modules(model) if head is not None else ()
+    _check_loaded(info, source.path, fresh, whole=TASKS[task].adapter_type == "CAUSAL_LM")
     hf_config = model.config
     hf_config.use_cache = False
     hf_config.get_text_config().use_cache = False
@@ -158,27 +182,27 @@ def read_hf_config(path: Path, trust_remote_code: bool = False) -> PretrainedCon
 
 
 def _build_meta(
-    hf_config: PretrainedConfig, path: Path, trust_remote_code: bool
+    hf_config: PretrainedConfig, path: Path, trust_remote_code: bool, task: Task
 ) -> PreTrainedModel:
     """The model's modules on the meta device, nothing initialised, tied weights tied."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    remote = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
-    if type(hf_config) not in AutoModelForCausalLM._model_mapping:
+    model_class = auto_class(task)
+    remote = task.model_class in (getattr(hf_config, "auto_map", None) or {})
+    if type(hf_config) not in model_class._model_mapping:
         if not remote:
             raise SwiftFP8Error(
-                f"model_type '{hf_config.model_type}' is not a causal language model",
+                f"model_type '{hf_config.model_type}' is not {task.what}",
                 where=str(path / "config.json"),
-                fix="swiftfp8 trains decoder-only models, those that transformers loads with "
-                "AutoModelForCausalLM",
+                fix=f"task={task.name} trains models that transformers loads with "
+                f"{task.model_class}",
             )
         if not trust_remote_code:
             raise _needs_remote_code(path)
     try:
         with quiet_transformers(), torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(
+            model = model_class.from_config(
                 hf_config, trust_remote_code=trust_remote_code, attn_implementation="eager"
             )
     except (
@@ -198,8 +222,11 @@ def _build_meta(
     return model
 
 
-def _linears(model: PreTrainedModel) -> tuple[LinearMeta, ...]:
-    """Every linear in module order. Subclasses of nn.Linear are routers of some MoE models."""
+def _linears(model: PreTrainedModel, new: tuple[str, ...], task: Task) -> tuple[LinearMeta, ...]:
+    """Every linear in module order. Subclasses of nn.Linear are routers of some MoE models.
+
+    `new` are the modules of the task's own head.
+    """
     from torch import nn
 
     head = model.get_output_embeddings()
@@ -209,7 +236,7 @@ def _linears(model: PreTrainedModel) -> tuple[LinearMeta, ...]:
             in_features=module.in_features,
             out_features=module.out_features,
             bias=module.bias is not None,
-            kind=_kind(name, module, head),
+            kind=task_kind(name, new, task) or _kind(name, module, head),
             layer=int(found[1]) if (found := _LAYER.search(name)) else None,
         )
         for name, module in model.named_modules()
@@ -263,9 +290,15 @@ def _has_position_table(model: PreTrainedModel, positions: int) -> bool:
     )
 
 
-def _check_loaded(info: dict[str, Any], path: Path) -> None:
-    """Raise for weights that were missing or of another shape; warn of those that had no place."""
-    missing = sorted(info["missing_keys"])
+def _check_loaded(
+    info: dict[str, Any], path: Path, fresh: tuple[str, ...] = (), *, whole: bool = True
+) -> None:
+    """Raise for weights that were missing or of another shape; warn of those that had no place.
+
+    Modules that are `fresh` may be missing, or of another shape. The language model's head has no
+    place in one that is not `whole`, which is nothing to warn of.
+    """
+    missing = sorted(name for name in info["missing_keys"] if name.split(".")[0] not in fresh)
     if missing:
         raise SwiftFP8Error(
             f"the checkpoint lacks {len(missing)} weights of the model: {_listed(missing)}",
@@ -276,6 +309,7 @@ def _check_loaded(info: dict[str, Any], path: Path) -> None:
     mismatched = sorted(
         f"{name} {tuple(found)} instead of {tuple(expected)}"
         for name, found, expected in info["mismatched_keys"]
+        if name.split(".")[0] not in fresh
     )
     if mismatched:
         raise SwiftFP8Error(
@@ -284,7 +318,7 @@ def _check_loaded(info: dict[str, Any], path: Path) -> None:
             fix="config.json belongs to another model",
         )
     unexpected = sorted(info["unexpected_keys"])
-    if unexpected:
+    if unexpected and whole:
         count = len(unexpected)
         log.warning("%d weights have no place in the model: %s", count, _listed(unexpected))
 

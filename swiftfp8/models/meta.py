@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from swiftfp8.tasks import Head
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearMeta:
@@ -12,7 +14,8 @@ class LinearMeta:
 
     `kind`: "linear", "head" (the output projection), "router" (a gate, or any subclass of
     nn.Linear), or "experts" (a 3-D parameter [experts, out, in], of which `count` experts take part
-    in a token).
+    in a token). Other tasks than language modelling know "score" (their own new head), "pooler"
+    (what an encoder's score reads) and "unused".
     """
 
     name: str
@@ -34,6 +37,8 @@ class ModelMeta:
     elements. `unfused_loss` is why head and loss can't be computed together in chunks, None where
     nothing in the model's structure speaks against it. `qk_norm`: attention normalizes q and k.
     `unfused_layers` is why its decoder layers don't have the form that the torch backend fuses.
+    `head` and the names of its modules are those of `task=seq_cls` and `reward`; `encoder`: every
+    token sees all others.
     """
 
     name: str
@@ -56,3 +61,6 @@ class ModelMeta:
     unfused_loss: str | None = None
     unfused_layers: str | None = None
     qk_norm: bool = False
+    head: Head | None = None
+    head_modules: tuple[str, ...] = ()
+    encoder: bool = False

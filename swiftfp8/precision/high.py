@@ -7,12 +7,32 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from swiftfp8.plan import LayerPlan, RecipeOptions
 
 NAME = "high"
+
+
+class Float32Linear(nn.Linear):
+    """A linear that computes in FP32 under autocast too, whatever dtype its weight is held in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Y = x Wᵀ + b in FP32."""
+        with torch.autocast(x.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return nn.functional.linear(x.float(), self.weight.float(), bias)
+
+
+def compute_in_float32(module: nn.Module) -> None:
+    """Make every plain linear of `module`, itself included, compute in FP32."""
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            part.__class__ = Float32Linear
+
+
 RECIPES: frozenset[str] = frozenset()
 
 

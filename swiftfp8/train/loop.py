@@ -25,17 +25,21 @@ from swiftfp8.train import checkpoint as store
 from swiftfp8.train.guard import find_fault
 from swiftfp8.train.masters import MasterAdamW, drop_masters
 from swiftfp8.train.metrics import Meter, Progress, RunLog
+from swiftfp8.train.objectives import Objective, Sums, finish, merge
 from swiftfp8.train.progress import Display
 from swiftfp8.train.run_dir import resume_command
 from swiftfp8.train.signals import StopRequest, ignore_interrupts
-from swiftfp8.train.weights import load_weights, save_weights
+from swiftfp8.train.weights import load_weights, save_weights, write_task_file
 
 _AUTOCAST = {"bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What the trainer works with besides transformers' own arguments."""
+    """What the trainer works with besides transformers' own arguments.
+
+    `objective` is None for language modelling, whose loss is the model's own.
+    """
 
     plan: Plan
     config: Config
@@ -46,6 +50,7 @@ class Session:
     log: RunLog
     display: Display
     stop: StopRequest
+    objective: Objective | None = None
 
 
 class FP8Trainer(transformers.Trainer):
@@ -56,8 +61,11 @@ class FP8Trainer(transformers.Trainer):
         self._micro_batches: list[Any] = []
         self._step_loss: torch.Tensor | None = None
         self._step_tokens: torch.Tensor | int = 0
+        self._window: Sums = {}  # of the objective, since the counters were last written down
         self.last_eval: tuple[int, float] | None = None  # step, loss
         super().__init__(**kwargs)
+        if session.objective is not None:
+            self.model_accepts_loss_kwargs = True  # our loss is divided by the step's rows already
         self.remove_callback(transformers.PrinterCallback)
         self.remove_callback(transformers.trainer_callback.DefaultFlowCallback)
 
@@ -84,6 +92,23 @@ class FP8Trainer(transformers.Trainer):
         self._step_loss = loss.float() if self._step_loss is None else self._step_loss + loss
         return loss
 
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The model's own loss, or the objective's over the step's number of rows."""
+        objective = self.session.objective
+        if objective is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        outcome = objective.run(model, inputs)
+        if model.training:
+            self._window = merge(self._window, outcome.sums)
+        # Gradients are averaged over processes, each of which has a part of the rows.
+        return outcome.loss / num_items_in_batch * self.accelerator.num_processes
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
@@ -98,11 +123,18 @@ class FP8Trainer(transformers.Trainer):
         self._step_tokens = sum(_count_tokens(batch) for batch in batches)
         if not batches:
             return batches, None
-        count = sum((_count_targets(batch) for batch in batches), torch.zeros((), dtype=torch.long))
+        count = sum((self._count(batch) for batch in batches), torch.zeros((), dtype=torch.long))
         count = count.to(device)
         if self.args.world_size > 1:
             count = self.accelerator.gather(count).sum()
         return batches, count.clamp(min=1)
+
+    def _count(self, batch: Any) -> torch.Tensor:
+        """What a batch's loss is the mean over: predicted tokens, or an objective's rows."""
+        objective = self.session.objective
+        if objective is None:
+            return _count_targets(batch)
+        return torch.tensor(objective.rows(batch), device=batch["input_ids"].device)
 
     # Between the backward pass and the optimizer step
 
@@ -143,8 +175,10 @@ class FP8Trainer(transformers.Trainer):
         )
 
     def _forward(self, inputs: Any) -> Any:
+        objective = self.session.objective
         with self.compute_loss_context_manager():
-            return self.model(**self._prepare_inputs(inputs))
+            batch = self._prepare_inputs(inputs)
+            return self.model(**batch) if objective is None else objective.run(self.model, batch)
 
     # Data order
 
@@ -165,13 +199,16 @@ class FP8Trainer(transformers.Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Mean loss over all trained tokens of the evaluation rows; leaves training undisturbed.
+        """Mean loss over the evaluation rows' trained tokens, or an objective's over the rows.
+
+        It leaves training undisturbed.
 
         A stop request ends it early, without a result.
         """
         session = self.session
         model = self.model_wrapped
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        sums: Sums = {}
         devices = [torch.cuda.current_device()] if self.args.device.type == "cuda" else []
         model.eval()
         with (
@@ -186,20 +223,44 @@ class FP8Trainer(transformers.Trainer):
                     return {}
                 batch = self._prepare_inputs(inputs)
                 batch.pop("num_tokens", None)
-                count = _count_targets(batch)
+                count = self._count(batch)
                 with self.compute_loss_context_manager():
-                    loss = self.compute_loss(model, batch, num_items_in_batch=count.clamp(min=1))
-                total += torch.stack([loss.double() * count, count.double()])
+                    if session.objective is None:
+                        items = count.clamp(min=1)
+                        loss = self.compute_loss(model, batch, num_items_in_batch=items)
+                        # It is multiplied by the number of processes, for averaged gradients.
+                        loss = loss.double() * count / self.accelerator.num_processes
+                    else:
+                        outcome = session.objective.run(model, batch)
+                        loss, sums = outcome.loss.double(), merge(sums, outcome.sums)
+                total += torch.stack([loss, count.double()])
             loss_sum, tokens = self.accelerator.reduce(total, "sum").tolist()
-        # compute_loss multiplies by the number of processes, for gradients that are averaged.
-        value = loss_sum / self.accelerator.num_processes / max(tokens, 1.0)
+        value = loss_sum / max(tokens, 1.0)
         self.last_eval = (self.state.global_step, value)
         metrics = {f"{metric_key_prefix}_loss": value}
+        for name, measured in self._measured(sums).items():
+            metrics[f"{metric_key_prefix}_{name}"] = measured
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+    def _measured(self, sums: Sums) -> dict[str, float]:
+        """An objective's metrics of what all processes counted."""
+        if self.session.objective is None:
+            return {}
+        return finish(self.session.objective, self.accelerator.reduce(sums, "sum"))
+
+    def _write_window_down(self) -> Sums:
+        """What the objective counted since the last line, with what a checkpoint brought."""
+        progress = self.session.meter.progress
+        before = {name: torch.tensor(value) for name, value in progress.window_sums.items()}
+        here = {name: value.cpu() for name, value in self._window.items()}
+        total = merge(here, before)
+        progress.window_sums = {name: value.tolist() for name, value in total.items()}
+        self._window = {}
+        return total
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write a line to `logging.jsonl`, show it, and pass it on to `report_to`."""
@@ -211,8 +272,10 @@ class FP8Trainer(transformers.Trainer):
                 "loss": measured.pop("loss"),
                 "learning_rate": logs["learning_rate"],
                 "grad_norm": logs.get("grad_norm"),
+                **self._measured(self._write_window_down()),
                 **measured,
             }
+            session.meter.progress.window_sums = {}
         if "loss" in logs or "eval_loss" in logs:
             line = {
                 "step": self.state.global_step,
@@ -259,6 +322,7 @@ class FP8Trainer(transformers.Trainer):
         progress = session.meter.progress
         with session.meter.paused():
             session.meter.elapsed()
+            self._write_window_down()
             improved = self._improves(progress)
             if improved:
                 assert self.last_eval is not None
@@ -281,6 +345,7 @@ class FP8Trainer(transformers.Trainer):
 
     def _fill(self, folder: Path) -> None:
         save_weights(self.model, self.session.tokenizer, folder, inject.plain_state_dict)
+        write_task_file(folder, self.session.plan)
         scaling = inject.scaling_state(self.model)
         if scaling:
             torch.save(scaling, folder / "scaling.pt")

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class Progress:
     window_steps: int = 0
     window_tokens: int = 0
     window_seconds: float = 0.0
+    window_sums: dict[str, Any] = field(default_factory=dict)  # of an objective, by name
     steady_tokens: int = 0
     steady_seconds: float = 0.0
     best_loss: float | None = None
@@ -82,7 +83,7 @@ class Progress:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Progress:
         """Read what `to_dict` wrote; unknown keys are ignored."""
-        known = {field.name for field in fields(cls)}
+        known = {entry.name for entry in fields(cls)}
         return cls(**{key: value for key, value in values.items() if key in known})
 
 

@@ -14,6 +14,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+_SHOWN_APART = frozenset({
+    "step", "epoch", "time", "loss", "eval_loss", "learning_rate", "grad_norm",
+    "tokens_per_second", "mfu", "peak_memory_gib",
+})  # fmt: skip
+
 
 class Display(Protocol):
     """Shows steps, log lines, evaluations and notes."""
@@ -43,6 +48,11 @@ def describe(line: dict[str, Any], total: int) -> str:
         parts.append(f"loss {line['loss']:.4f}")
     if line.get("eval_loss") is not None:
         parts.append(f"eval_loss {line['eval_loss']:.4f}")
+    parts += [
+        f"{name} {value:.4f}"
+        for name, value in line.items()
+        if name not in _SHOWN_APART and value is not None
+    ]
     if line.get("learning_rate") is not None:
         parts.append(f"lr {line['learning_rate']:.2e}")
     if line.get("grad_norm") is not None:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from swiftfp8.config.schema import Config
 from swiftfp8.errors import RunFailed, SwiftFP8Error
 from swiftfp8.plan import Plan
 from swiftfp8.report.images import draw_images
+from swiftfp8.tasks import uses_reference
 from swiftfp8.train import checkpoint as store
 from swiftfp8.train.arguments import count_steps, training_arguments
 from swiftfp8.train.callbacks import Cadence, PrecisionWatch
 from swiftfp8.train.coverage import record_coverage
 from swiftfp8.train.flops import flops_per_token, peak_flops
+from swiftfp8.train.log_probs import offer_log_probs
 from swiftfp8.train.loop import FP8Trainer, Session, data_shape
 from swiftfp8.train.losses import fuse_loss
 from swiftfp8.train.metrics import (
@@ -35,7 +37,9 @@ from swiftfp8.train.metrics import (
     read_log,
     require_reporters,
 )
+from swiftfp8.train.objectives import build_objective
 from swiftfp8.train.progress import Display, open_display
+from swiftfp8.train.reference import add_reference
 from swiftfp8.train.run_dir import RESULT_FILE, confirm_run, resume_command, write_json
 from swiftfp8.train.separation import require_separate_rows
 from swiftfp8.train.signals import StopRequest
@@ -46,6 +50,7 @@ from swiftfp8.train.weights import check_fingerprint, fingerprint
 class TrainResult:
     """What came of a run. Losses are those of `logging.jsonl`: its first, its last.
 
+    `metrics` are the last evaluation's, by the log's names (`eval_accuracy`), without its loss.
     `steps` are optimizer steps in all, those before a resume included. `tokens_per_second` leaves
     warm-up, evaluation and saving out. `interrupted`: a signal ended the run early, after saving.
     """
@@ -60,6 +65,7 @@ class TrainResult:
     tokens_per_second: float | None
     peak_memory_gib: float
     interrupted: bool
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def run_training(
@@ -127,14 +133,12 @@ def run_training(
             log=log,
             display=display,
             stop=stop,
+            objective=build_objective(model, plan, config),
         )
-        if plan.loss.fused and (unfused := fuse_loss(model)):
-            raise SwiftFP8Error(
-                f"the plan fuses the loss with the head, but {unfused}",
-                where="train.fused_loss",
-                fix="set train.fused_loss=off",
-            )
+        _prepare_loss(model, plan)
         if start.step < total:
+            if uses_reference(config) and config.rlhf.precompute_ref:
+                datasets = add_reference(model, datasets, session)
             _train(model, datasets, session, arguments, start)
             _require_taken_steps(session, total)
         result = _result(session, meter)
@@ -195,6 +199,18 @@ class _StartPoint:
             )
         if self.step >= total:
             display.note(f"nothing is left to train: the run ends at step {total}")
+
+
+def _prepare_loss(model: Any, plan: Plan) -> None:
+    """Let the model compute its loss, or log-probabilities, as the plan says."""
+    if plan.task == "dpo":
+        offer_log_probs(model, chunked=plan.loss.fused)
+    elif plan.loss.fused and (unfused := fuse_loss(model)):
+        raise SwiftFP8Error(
+            f"the plan fuses the loss with the head, but {unfused}",
+            where="train.fused_loss",
+            fix="set train.fused_loss=off",
+        )
 
 
 def _train(
@@ -298,6 +314,11 @@ def _result(session: Session, meter: Meter) -> TrainResult:
     lines = read_log(session.run_dir)
     losses = [line["loss"] for line in lines if "loss" in line]
     evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    metrics = [
+        {key: value for key, value in line.items() if key.startswith("eval_")}
+        for line in lines
+        if "eval_loss" in line
+    ]
     last = store.newest_checkpoint(session.run_dir)
     best = session.run_dir / "best"
     return TrainResult(
@@ -311,4 +332,5 @@ def _result(session: Session, meter: Meter) -> TrainResult:
         tokens_per_second=meter.steady_rate(),
         peak_memory_gib=peak_memory_gib(cuda=session.plan.device == "cuda"),
         interrupted=session.stop.requested,
+        metrics={k: v for k, v in metrics[-1].items() if k != "eval_loss"} if metrics else {},
     )

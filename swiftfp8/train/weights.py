@@ -7,8 +7,10 @@ from being resumed by a job that it does not fit.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.models.checkpoint import read_config_json
 from swiftfp8.models.identity import digest_model
 from swiftfp8.plan import Plan
+from swiftfp8.tasks import TASK_FILE, TASKS
 from swiftfp8.train.checkpoint import read_manifest
 
 StateDict = dict[str, torch.Tensor]
@@ -38,6 +41,19 @@ def save_weights(
             model.save_pretrained(str(folder), state_dict=plain_state_dict(model))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
+
+
+def write_task_file(folder: Path, plan: Plan) -> None:
+    """Say what the checkpoint is for: an adapter's base does not know its labels."""
+    if TASKS[plan.task].adapter_type == "CAUSAL_LM":
+        return
+    said = {
+        "task": plan.task,
+        "head": None if plan.head is None else asdict(plan.head),
+        "pooling": plan.pooling,
+    }
+    text = json.dumps(said, indent=2, ensure_ascii=False)
+    (folder / TASK_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def load_weights(
@@ -65,7 +81,10 @@ def fingerprint(plan: Plan, model: Any) -> dict[str, Any]:
     config = model.config.get_text_config() if hasattr(model, "config") else None
     lora = plan.lora
     base = getattr(getattr(model, "config", None), "name_or_path", "")
+    language = TASKS[plan.task].packs
     return {
+        "task": None if language else plan.task,
+        "labels": list(plan.head.labels) if plan.head else None,
         "model": plan.model_name,
         "base": digest_model(Path(base)) if base else None,
         "hidden_size": getattr(config, "hidden_size", None),
@@ -145,7 +164,7 @@ def _load_adapter(model: Any, checkpoint: Path) -> None:
 
     tensors = load_file(checkpoint / "adapter_model.safetensors")
     result = set_peft_model_state_dict(model, tensors)
-    missing = [key for key in result.missing_keys if "lora_" in key]
+    missing = [key for key in result.missing_keys if "lora_" in key or ".modules_to_save." in key]
     if missing or result.unexpected_keys:
         raise SwiftFP8Error(
             f"the adapter does not fit the model: {len(missing)} tensors missing, "

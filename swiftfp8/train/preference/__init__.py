@@ -1,0 +1,1 @@
+"""Losses of `task=dpo`, one file each: `NAME`, `losses`, and `rewards` where they aren't DPO's."""
