@@ -216,6 +216,9 @@ class ExportConfig:
     """How many tokens of them are used."""
     min_survival: Fraction = 0.8
     """Smallest share of an adapter's update that must survive being merged into an FP8 base."""
+    resume: bool = False
+    """Go on with an export that was interrupted: finished shards are checked and kept. With it,
+    Ctrl-C or a full disk leaves what is finished for the next attempt."""
     overwrite: bool = False
     """Replace an existing export directory."""
 

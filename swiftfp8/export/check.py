@@ -16,6 +16,7 @@ from rich.text import Text
 
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.formats import bf16
+from swiftfp8.export.journal import JOURNAL_NAME
 from swiftfp8.export.layout import Fault, FormatOptions
 from swiftfp8.export.source import open_source
 from swiftfp8.export.targets import ENGINES, format_warnings, why_no_reload
@@ -70,6 +71,9 @@ def check_checkpoint(
         raise SwiftFP8Error("there is no such directory", where=f"dir={directory}")
     name = format_of(directory)
     faults = verify_directory(directory, name, trust_remote_code=trust_remote_code)
+    if (directory / JOURNAL_NAME).exists():
+        what = "this export was interrupted and is not finished: export.resume=true goes on with it"
+        faults.insert(0, Fault(where=JOURNAL_NAME, what=what))
     checked = "configuration, tensor headers, scales and bytes"
     if reload and any(fault.severity == "error" for fault in faults):
         checked += "; not reloaded, because of the faults"

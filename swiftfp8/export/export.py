@@ -21,13 +21,19 @@ from rich.progress import (
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.calibrate import calibration_text
+from swiftfp8.export.calibrate import Calibration, calibration_text
 from swiftfp8.export.calibrate_stage import CalibrationRows, calibrated
 from swiftfp8.export.checkpoint_io import parse_size
 from swiftfp8.export.clock import Clock
 from swiftfp8.export.fidelity import Fidelity, measure_fidelity
 from swiftfp8.export.files import copy_companions, has_tokenizer, write_config
 from swiftfp8.export.input_ranges import measure_input_amax
+from swiftfp8.export.journal import (
+    ExportJournal,
+    find_unfinished,
+    fingerprint,
+    unfinished_hint,
+)
 from swiftfp8.export.layout import (
     ExportFormat,
     Fault,
@@ -38,7 +44,7 @@ from swiftfp8.export.layout import (
 )
 from swiftfp8.export.report import ExportReport, write_report
 from swiftfp8.export.source import Source, open_source
-from swiftfp8.export.staging import check_target, staged
+from swiftfp8.export.staging import check_target, is_interruption, staged
 from swiftfp8.export.stops import add_turn_ends
 from swiftfp8.export.structure import TOKENIZER
 from swiftfp8.export.survival import require_survival
@@ -57,6 +63,9 @@ from swiftfp8.export.verify import (
     verify_reload,
 )
 from swiftfp8.registry import discover, unknown
+
+# Options that decide the bytes of the weights; what they make of a model is compared as well.
+_DECIDING = ("exclude", "max_shard_size", "calibrate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +123,15 @@ def export_checkpoint(
             console=context.console,
             clock=clock,
         ) as (layout, calibration),
-        staged(export_dir, overwrite=settings.overwrite, needed_bytes=layout.nbytes) as partial,
+        _begun(export_dir, source, layout, settings, calibration, context) as (partial, journal),
     ):
         with clock.stage("write"), _progress(source.nbytes, context.console) as advance:
-            job = WriteJob(max_shard_bytes=max_shard_bytes, device=context.device, advance=advance)
+            job = WriteJob(
+                max_shard_bytes=max_shard_bytes,
+                device=context.device,
+                advance=advance,
+                journal=journal,
+            )
             errors = export_format.write(source, layout, partial, job)
         require_survival(errors, settings.min_survival)
         if layout.config is not None:
@@ -145,10 +159,12 @@ def export_checkpoint(
             fidelity=fidelity,
             calibration=calibration,
             warnings=(*format_warnings(layout.format), *warnings),
+            reused=journal.reused,
             seconds=clock.seconds,
             stages=clock.stages,
         )
         write_report(report, partial)
+        journal.close()
     return report
 
 
@@ -213,6 +229,43 @@ def _input_amax(
             rows.rows, settings.calibration_tokens, seed=rows.seed, first_token=rows.first_token
         )
         return measure_input_amax(source, layout, text.windows_BT, device=context.device)
+
+
+@contextmanager
+def _begun(
+    export_dir: Path,
+    source: Source,
+    layout: Layout,
+    settings: ExportConfig,
+    calibration: Calibration | None,
+    context: ExportContext,
+) -> Iterator[tuple[Path, ExportJournal]]:
+    """The directory to write into with its journal: a new one, or what an earlier attempt left."""
+    options = {"format": layout.format} | {name: getattr(settings, name) for name in _DECIDING}
+    made_of = fingerprint(source, layout, options, calibration)
+    unfinished = None
+    if settings.resume:
+        with context.console.status("reading what the interrupted export has finished"):
+            unfinished, said = find_unfinished(export_dir, made_of)
+        context.console.print(said, markup=False, highlight=False, soft_wrap=True)
+    elif hint := unfinished_hint(export_dir):
+        context.console.print(hint, markup=False, highlight=False, soft_wrap=True)
+    with (
+        staged(
+            export_dir,
+            overwrite=settings.overwrite,
+            needed_bytes=layout.nbytes - (unfinished.nbytes if unfinished else 0),
+            adopt=unfinished.directory if unfinished else None,
+            keep=lambda error: settings.resume and is_interruption(error),
+        ) as partial,
+        ExportJournal(partial, made_of, unfinished) as journal,
+    ):
+        try:
+            yield partial, journal
+        except BaseException as error:
+            if settings.resume and is_interruption(error):
+                context.console.print("what is finished is kept: run the same command again")
+            raise
 
 
 def _as_source(faults: list[Fault], *inputs: Path | None) -> list[Fault]:

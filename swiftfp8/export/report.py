@@ -37,7 +37,7 @@ class ExportReport:
     """One export. `kept` maps each linear that stayed in BF16 to its reason; `layers` are what
     quantization cost, worst first. Where transformers can't read the format, `reload` is None and
     `read_back` says what was checked in its place; with `export.verify` off both are None.
-    `stages` are seconds.
+    `stages` are seconds; `reused` are files that an interrupted export had finished.
     """
 
     export_dir: Path
@@ -61,6 +61,7 @@ class ExportReport:
     warnings: tuple[str, ...]
     calibration: Calibration | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
+    reused: int = 0
 
     def to_json(self) -> str:
         """All of it as JSON; paths as text, an infinite SQNR as null."""
@@ -95,6 +96,8 @@ class ExportReport:
             ("size", f"{sizes}, from {self.source_bytes / _MIB:,.1f} MiB"),
             ("time", self._time_text()),
         ]
+        if self.reused:
+            rows.append(("resumed", f"{self.reused} file(s) of an interrupted export were kept"))
         if self.layers:
             mean = sum(layer.relative_error for layer in self.layers) / len(self.layers)
             rows.append(("FP8 linears", f"{self.quantized}, mean relative error {mean:.2%}"))
@@ -130,9 +133,12 @@ class ExportReport:
         return rows
 
     def _time_text(self) -> str:
-        speed = self.source_bytes / _MIB / max(self.seconds, 0.001)
         stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stages.items())
-        return f"{self.seconds:.1f} s, {speed:,.0f} MiB/s" + (f" ({stages})" if stages else "")
+        text = f"{self.seconds:.1f} s" + (f" ({stages})" if stages else "")
+        written = self.stages.get("write")
+        if self.reused or not written:
+            return text
+        return f"{text}, written at {self.source_bytes / _MIB / written:,.0f} MiB/s of the base"
 
     def _reload_text(self) -> str:
         if self.read_back:

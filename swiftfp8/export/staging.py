@@ -1,16 +1,19 @@
 """A directory that appears whole or not at all.
 
 Everything is written to `<name>.partial-<pid>` beside the target and renamed at the end; an error
-or Ctrl-C removes it. An old export is replaced only after the new one is complete.
+or Ctrl-C removes it. A process that is killed leaves it, and a later one may go on with it. An old
+export is replaced only after the new one is complete.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from swiftfp8.errors import SwiftFP8Error
@@ -24,8 +27,18 @@ _GIB = 2**30
 
 
 @contextmanager
-def staged(target: Path, *, overwrite: bool, needed_bytes: int) -> Iterator[Path]:
+def staged(
+    target: Path,
+    *,
+    overwrite: bool,
+    needed_bytes: int,
+    adopt: Path | None = None,
+    keep: Callable[[BaseException], bool] = lambda error: False,
+) -> Iterator[Path]:
     """Yield the directory to write into; rename it to `target` when the body ends well.
+
+    `adopt` is the directory of an earlier attempt, to be used in place of a new one. `keep` says
+    whether to leave the directory for a later attempt, given the error that ended the body.
 
     Raises:
         SwiftFP8Error: `target` is in use, can't be written, or the disk is or gets full.
@@ -33,23 +46,38 @@ def staged(target: Path, *, overwrite: bool, needed_bytes: int) -> Iterator[Path
     target = Path(os.path.abspath(target))
     check_target(target, overwrite=overwrite)
     created = _make_parents(target.parent)
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    done = False
+    partial = adopt or _new_name(target)
     try:
         check_space(target.parent, needed_bytes)
-        partial.mkdir()
+        if adopt is None:
+            partial.mkdir()
         yield partial
         _put_in_place(partial, target)
-        done = True
-    except OSError as error:
-        if error.errno in _FULL:
-            raise _no_space(target.parent, needed_bytes) from error
-        raise
-    finally:
-        if not done:
+    except BaseException as error:
+        if not keep(error):
             shutil.rmtree(partial, ignore_errors=True)
             for parent in created:
                 _remove_empty(parent)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise _no_space(target.parent, needed_bytes) from error
+        raise
+
+
+def partial_directories(target: Path) -> list[Path]:
+    """What earlier attempts at `target` have left, or running ones are writing; newest first."""
+    target = Path(os.path.abspath(target))
+    found = [
+        path
+        for path in target.parent.glob(f"{glob.escape(target.name)}.partial-*")
+        if path.is_dir() and path.name.rpartition("-")[2].isdecimal()
+    ]
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether what was written until this error is good: Ctrl-C, or a disk that is full."""
+    full = isinstance(error, OSError) and error.errno in _FULL
+    return full or isinstance(error, KeyboardInterrupt)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -85,6 +113,13 @@ def _no_space(directory: Path, needed_bytes: int) -> SwiftFP8Error:
         where=str(directory),
         fix="free some space, or set export_dir to another disk",
     )
+
+
+def _new_name(target: Path) -> Path:
+    """A name that no earlier attempt has, by a process of the same number (as containers have)."""
+    name = f"{target.name}.partial-{os.getpid()}"
+    tries = (target.with_name(name if n == 0 else f"{name}-{n}") for n in count())
+    return next(path for path in tries if not os.path.lexists(path))
 
 
 def _put_in_place(partial: Path, target: Path) -> None:
