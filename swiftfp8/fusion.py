@@ -26,11 +26,17 @@ FUSED_ARCHITECTURES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class FusionPlan:
-    """How many of the decoder layers run fused; `reason` is why the others do not."""
+    """How many of the decoder layers run fused; `reason` is why the others do not.
+
+    `graphs`: fused layers are replayed as CUDA graphs; `compiled`: layers whose weights are trained
+    go through torch.compile.
+    """
 
     layers: int
     total: int
     reason: str | None
+    graphs: bool = False
+    compiled: bool = False
 
 
 NO_FUSION = FusionPlan(layers=0, total=0, reason="not planned")
@@ -56,17 +62,26 @@ def plan_fusion(
     backend: str | None,
     tuner: str,
     lora_dropout: float,
+    device: str,
+    compiles: bool = True,
+    graphs: bool = True,
 ) -> FusionPlan:
-    """The decoder layers whose linears are all in FP8 on the `torch` backend."""
+    """The decoder layers whose linears are all in FP8 on the `torch` backend.
+
+    `compiles` and `graphs` are what the user allows; both need a CUDA device.
+    """
     total = meta.num_layers
     if backend != "torch":
         return FusionPlan(layers=0, total=total, reason="only the torch backend fuses layers")
     reason = why_not_fused(meta, tuner=tuner, lora_dropout=lora_dropout)
     if reason is not None:
-        return FusionPlan(layers=0, total=total, reason=reason)
+        compiled = tuner == "full" and compiles and device == "cuda"
+        return FusionPlan(layers=0, total=total, reason=reason, compiled=compiled)
     numbers = {linear.name: linear.layer for linear in meta.linears}
     high = {numbers[x.name]: x.reason for x in layers if x.precision != FUSED_RECIPE}
     high.pop(None, None)  # the head
     reasons = Counter(high.values()).most_common(1)
     why = f"a linear in them is not in FP8: {reasons[0][0]}" if reasons else None
-    return FusionPlan(layers=total - len(high), total=total, reason=why)
+    fused = total - len(high)
+    recorded = graphs and fused > 0 and device == "cuda"
+    return FusionPlan(layers=fused, total=total, reason=why, graphs=recorded)

@@ -83,6 +83,8 @@ def inject_precision(model: PreTrainedModel, plan: Plan, device: str | torch.dev
         enable_gradient_checkpointing(injected, plan)
     if plan.fusion.layers:
         _fuse(injected, plan, backend)
+    if plan.fusion.compiled:
+        backend.compile_layers(injected)
     return injected
 
 
@@ -252,7 +254,9 @@ def _fuse(model: nn.Module, plan: Plan, backend: Any) -> None:
     Says which layers run linear by linear, once for each reason.
     """
     recompute = _RECOMPUTE[plan.gradient_checkpointing]
-    layers: dict[str, str | None] = backend.finish(model, recompute=recompute)
+    layers: dict[str, str | None] = backend.finish(
+        model, recompute=recompute, graphs=plan.fusion.graphs
+    )
     for name in (name for name, reason in layers.items() if reason is None):
         layer: Any = model.get_submodule(name)
         layer.gradient_checkpointing = plan.gradient_checkpointing == "full"

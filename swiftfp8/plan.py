@@ -244,6 +244,9 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         backend=granted.backend,
         tuner=config.tuner,
         lora_dropout=config.lora_dropout,
+        device=hardware.device,
+        compiles=config.train.compile,
+        graphs=config.train.cuda_graphs,
     )
     estimate = partial(
         estimate_memory,

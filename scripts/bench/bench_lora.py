@@ -224,7 +224,13 @@ def measure(model: Any, context: Callable[[], Any], args: argparse.Namespace) ->
     import torch
 
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    if args.full and args.worker.startswith("ours"):
+        from swiftfp8.train.masters import MasterAdamW
+
+        # Exact FP32 masters; the peers' AdamW rounds its updates, and its moments, to BF16.
+        optimizer = MasterAdamW(trained, lr=1e-5, state_dtype=torch.bfloat16, fused=True)
+    else:
+        optimizer = torch.optim.AdamW(trained, lr=1e-5 if args.full else 1e-4, fused=True)
     vocabulary = SHAPES[args.shape]["vocab_size"]
     ids = torch.randint(0, vocabulary, (args.batch, args.length), device="cuda")
     model.train()
@@ -266,7 +272,7 @@ def measure(model: Any, context: Callable[[], Any], args: argparse.Namespace) ->
 
 
 def step_flops(args: argparse.Namespace) -> float:
-    """4 a frozen weight and token (forward, dx), attention with its causal half, backward 2.5x."""
+    """4 a frozen weight and token, 6 a trained one; attention causal, its backward pass 2.5x."""
     shape = SHAPES[args.shape]
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
@@ -274,7 +280,7 @@ def step_flops(args: argparse.Namespace) -> float:
     weights = layer * shape["num_hidden_layers"] + hidden * shape["vocab_size"]
     tokens = args.batch * args.length
     attention = 3.5 * 2 * tokens * args.length * hidden * shape["num_hidden_layers"]
-    return 4.0 * weights * tokens + attention
+    return (6.0 if args.full else 4.0) * weights * tokens + attention
 
 
 def write_profile(step: Callable[[], Any], target: str) -> None:
@@ -338,7 +344,7 @@ def nothing() -> Any:
 def build_hf_bf16(args: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
     model = base_model(args)
     checkpointed(model, args)
-    return with_peft(model, args), nothing
+    return (model.requires_grad_() if args.full else with_peft(model, args)), nothing
 
 
 def with_liger_loss() -> None:
@@ -353,7 +359,8 @@ def with_liger_loss() -> None:
 
 
 def compile_layers(model: Any) -> None:
-    for layer in model.get_base_model().model.layers:
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for layer in causal.model.layers:
         layer.compile()
 
 
@@ -447,11 +454,16 @@ def build_ours(args: argparse.Namespace, head: str = "bf16") -> tuple[Any, Calla
         plan = LayerPlan(
             name=name, in_features=linear.in_features, out_features=linear.out_features,
             bias=linear.bias is not None, precision="fp8_current", reason="benchmark",
-            lora=True, trainable=False,
+            lora=not args.full, trainable=args.full,
         )  # fmt: skip
         converted = torch_native.convert(linear, plan, RecipeOptions(recipe="fp8_current"))
         setattr(model.get_submodule(parent), child, converted)
     checkpointed(model, args)
+    if args.full:
+        torch_native.compile_layers(model.requires_grad_())
+        if reason := fuse_loss(model):
+            raise Skipped(reason)
+        return model, nothing
     lora = LoraPlan(
         rank=args.rank, alpha=2.0 * args.rank, dropout=0.0, use_rslora=False, targets=tuple(names)
     )

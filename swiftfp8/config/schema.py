@@ -184,6 +184,11 @@ class TrainConfig:
     fused_loss: OnOff = "auto"
     """Compute head and loss in chunks, so that the logits are never held whole: `auto` does where
     the model is known to allow it, `on` wherever nothing speaks against it."""
+    cuda_graphs: bool = True
+    """Replay the torch backend's fused layers as CUDA graphs: the host starts one thing a layer
+    instead of forty kernels, which a small model, or few tokens a step, would wait for."""
+    compile: bool = True
+    """Compile decoder layers whose weights are trained (`tuner=full`, torch backend, CUDA)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

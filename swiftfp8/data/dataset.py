@@ -33,8 +33,6 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.tasks import TASKS, Head, rates_answers
 
 if TYPE_CHECKING:
-    import torch
-
     from swiftfp8.config.schema import Config
 
 log = logging.getLogger(__name__)
@@ -82,8 +80,12 @@ class Collator:
     pad_id: int
     token_multiple: int = 1
 
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Tensors [rows, length] int64: input_ids, attention_mask, labels (-100 = no loss)."""
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Any]:
+        """`input_ids` and `labels` (-100 = no loss) [rows, length] int64, and `num_tokens`.
+
+        There is no attention mask: what is to the right is never seen by causal attention, which
+        is faster without one. `num_tokens` counts what is not padding, for the trainer.
+        """
         import torch
 
         longest = max(len(row["input_ids"]) for row in rows)
@@ -91,13 +93,12 @@ class Collator:
         shape = (len(rows), length)
         ids = torch.full(shape, self.pad_id, dtype=torch.long)
         labels = torch.full(shape, MASKED, dtype=torch.long)
-        mask = torch.zeros(shape, dtype=torch.long)
         for k, row in enumerate(rows):
             size = len(row["input_ids"])
             ids[k, :size] = torch.as_tensor(row["input_ids"])
             labels[k, :size] = torch.as_tensor(row["labels"])
-            mask[k, :size] = 1
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        tokens = sum(len(row["input_ids"]) for row in rows)
+        return {"input_ids": ids, "labels": labels, "num_tokens": tokens}
 
 
 Rows = TokenRows | PackedRows | TaskRows | RelatedRows

@@ -34,18 +34,22 @@ from swiftfp8.precision.kernels.group import Adapter, Group
 from swiftfp8.precision.kernels.install import fuse_model
 from swiftfp8.precision.kernels.quantize import (
     E4M3,
+    E4M3_MAX,
+    TINY,
     dequantize_rows,
     quantize_rows,
+    quantize_rows_reference,
     quantize_weight,
     scaled_mm,
 )
-from swiftfp8.precision.kernels.transpose import transpose8
+from swiftfp8.precision.kernels.transpose import cast_transpose_op, transpose8_op
 
 __all__ = [
     "NAME",
     "RECIPES",
     "available",
     "checkpoint",
+    "compile_layers",
     "context",
     "convert",
     "finish",
@@ -87,9 +91,40 @@ def context(recipe: RecipeOptions | None) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def finish(model: nn.Module, *, recompute: Recompute = "none") -> dict[str, str | None]:
+def finish(
+    model: nn.Module, *, recompute: Recompute = "none", graphs: bool = False
+) -> dict[str, str | None]:
     """Fuse the decoder layers that fit; returns each one's name with None, or why it was not."""
-    return fuse_model(model, recompute=recompute)
+    return fuse_model(model, recompute=recompute, graphs=graphs)
+
+
+def compile_layers(model: nn.Module) -> int:
+    """Compile each decoder layer whose weights are trained; returns how many there are.
+
+    The casts to FP8 then run inside the kernels of norms, SwiGLU and their gradients.
+    """
+    layers = [m for m in model.modules() if hasattr(m, "self_attn") and hasattr(m, "mlp")]
+    compiled = 0
+    for layer in layers:
+        linears = [m for m in layer.modules() if isinstance(m, RowwiseTrainedLinear)]
+        if linears:
+            layer.forward = _counted(torch.compile(layer.forward), linears)
+            compiled += 1
+    return compiled
+
+
+def _counted(
+    forward: Callable[..., Any], linears: list[RowwiseTrainedLinear]
+) -> Callable[..., Any]:
+    """Count passes outside of the compiled code, which would be compiled anew for each count."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for linear in linears:
+            linear.ran_fp8 += linear.enabled
+            linear.ran_high += not linear.enabled
+        return forward(*args, **kwargs)
+
+    return run
 
 
 def checkpoint(recipe: RecipeOptions | None) -> Callable[..., Any]:
@@ -183,7 +218,7 @@ class RowwiseFrozenLinear(PrecisionLinear):
 
 
 class RowwiseTrainedLinear(PrecisionLinear):
-    """A trained weight in high precision: y and dx in FP8, dW in the compute dtype."""
+    """A trained weight in high precision, quantized anew in every pass: y, dx and dW in FP8."""
 
     def __init__(self, linear: nn.Linear, *, split_accumulator: bool = False) -> None:
         super().__init__(linear.in_features, linear.out_features)
@@ -204,11 +239,13 @@ class RowwiseTrainedLinear(PrecisionLinear):
         dtype = compute_dtype(x)
         rows = x.to(dtype).reshape(-1, self.in_features)
         if self.enabled:
-            self.ran_fp8 += 1
+            if not torch.compiler.is_compiling():  # compile_layers counts
+                self.ran_fp8 += 1
             padded = pad_tokens(rows, _TOKEN_MULTIPLE)
             y = _TrainedMatmul.apply(padded, self.weight, self.split_accumulator)[: rows.shape[0]]
         else:
-            self.ran_high += 1
+            if not torch.compiler.is_compiling():
+                self.ran_high += 1
             y = nn.functional.linear(rows, self.weight.to(dtype))
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(dtype)
@@ -252,15 +289,18 @@ def _snapshot(group: Group) -> Group:
 
 
 class _TrainedMatmul(torch.autograd.Function):
-    """y = Q(x) Q(W)ᵀ, dx = Q(dy s_w) W8, dW = dyᵀ x in high precision."""
+    """y = Q(x) Q(W)ᵀ, dx = Q(dy s_w) W8, dW = Q(dy)ᵀ Q(x), where dW's operands have one scale each.
+
+    dW sums over tokens, along which a row-wise scale would vary.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, split_accumulator: bool
     ) -> torch.Tensor:
-        x8, sx = quantize_rows(x_TK.contiguous())
-        w8, sw = quantize_rows(weight_NK)
-        ctx.save_for_backward(x_TK, weight_NK)
+        x8, sx = _quantize(x_TK)
+        w8, sw = _quantize(weight_NK)
+        ctx.save_for_backward(x_TK, weight_NK, sx.amax())
         ctx.split_accumulator = split_accumulator
         return scaled_mm(x8, sx, w8, sw, split_accumulator=split_accumulator, dtype=x_TK.dtype)
 
@@ -268,16 +308,31 @@ class _TrainedMatmul(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, dy_TN: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+        x, weight, sx = ctx.saved_tensors
+        dy, split = dy_TN.contiguous(), ctx.split_accumulator
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            w8, sw = quantize_rows(weight)
-            g8, sg = quantize_rows(dy_TN.contiguous(), sw[:, 0])
+            w8, sw = _quantize(weight)
+            g8, sg = _quantize(dy, sw[:, 0])
             ones = torch.ones(weight.shape[1], device=weight.device)
-            dx = scaled_mm(
-                g8, sg, transpose8(w8), ones,
-                split_accumulator=ctx.split_accumulator, dtype=dy_TN.dtype,
-            )  # fmt: skip
+            dx = scaled_mm(g8, sg, transpose8_op(w8), ones, split_accumulator=split, dtype=dy.dtype)
         if ctx.needs_input_grad[1]:
-            dw = (dy_TN.t() @ x).to(weight.dtype)
+            sd = dy.abs().amax().float().clamp(min=TINY) / E4M3_MAX
+            dw = scaled_mm(
+                cast_transpose_op(dy, sd),
+                sd.expand(weight.shape[0], 1).contiguous(),
+                cast_transpose_op(x, sx),
+                sx.expand(weight.shape[1]).contiguous(),
+                split_accumulator=split,
+                dtype=dy.dtype,
+            ).to(weight.dtype)
         return dx, dw, None
+
+
+def _quantize(
+    x_TK: torch.Tensor, col_scale_K: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_rows`, spelled out where torch.compile can fuse it with what made x."""
+    if torch.compiler.is_compiling():
+        return quantize_rows_reference(x_TK, col_scale_K)
+    return quantize_rows(x_TK.contiguous(), col_scale_K)

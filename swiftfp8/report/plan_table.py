@@ -165,7 +165,10 @@ def _fusion(plan: Plan) -> str:
     if plan.backend != "torch":
         return ""
     rest = f"; linear by linear the others: {fusion.reason}" if fusion.reason else ""
-    return f"{fusion.layers} of {fusion.total} fused into one function each{rest}"
+    if fusion.compiled:
+        return f"0 of {fusion.total} fused, {fusion.reason}; compiled by torch.compile instead"
+    graphs = ", replayed as CUDA graphs" if fusion.graphs else ""
+    return f"{fusion.layers} of {fusion.total} fused into one function each{graphs}{rest}"
 
 
 def _fallback(asked: str, given: str, reason: str) -> Text:

@@ -231,6 +231,15 @@ def test_the_plan_says_which_layers_are_fused(
     assert why is None if plan.fusion.reason is None else why and why in plan.fusion.reason
     assert f"{fused} of 28 fused" in " ".join(printed(plan).split())
     assert "fused into" not in printed(plan_for("h200"))
+    assert plan.fusion.compiled == (options.get("tuner") == "full")
+    assert plan.fusion.graphs == (fused > 0)
+
+
+def test_graphs_and_compilation_can_be_switched_off() -> None:
+    precision, off = {"backend": "torch"}, {"cuda_graphs": False, "compile": False}
+    assert not plan_for("h200", qwen_7b(), precision=precision, train=off).fusion.graphs
+    full = plan_for("h200", qwen_7b(), precision=precision, train=off, tuner="full")
+    assert not full.fusion.compiled
 
 
 def test_the_torch_backend_names_the_recipe_that_it_lacks() -> None:

@@ -37,8 +37,8 @@ class GraphPool:
     def __init__(self) -> None:
         self._memory: Any = None
         self._stream: Any = None
-        self._rotary: dict[torch.Size, Rotary] = {}
-        self._rotary_seen: Rotary | None = None
+        self._shared: dict[Key, list[torch.Tensor]] = {}
+        self._shared_seen: dict[str, tuple[torch.Tensor, ...]] = {}
         self._gradients: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}
         self._outputs: set[int] = set()  # addresses of layers' outputs
         self._open: dict[Key, weakref.WeakSet[_Pass]] = {}
@@ -88,16 +88,27 @@ class GraphPool:
         return graph, result
 
     def hold_rotary(self, rotary: Rotary) -> Rotary:
-        """(cos, sin) of this pass, [P, D] each, at fixed addresses; the first layer copies them."""
-        shape = rotary[0].shape
-        if self._rotary_seen is None or rotary[0] is not self._rotary_seen[0]:
-            rows = [part.reshape(-1, shape[-1]) for part in rotary]
-            if shape in self._rotary:
-                torch._foreach_copy_(list(self._rotary[shape]), rows)
+        """(cos, sin) of this pass, [P, D] each, at fixed addresses."""
+        cos, sin = self._hold("rotary", rotary)
+        return cos.view(-1, cos.shape[-1]), sin.view(-1, sin.shape[-1])
+
+    def hold_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """The attention mask of this pass at a fixed address."""
+        return self._hold("mask", (mask,))[0]
+
+    def _hold(self, name: str, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """What every layer of a pass is given: the first one copies it."""
+        key = (name, tensors[0].shape, tensors[0].dtype)
+        seen = self._shared_seen.get(name)
+        if seen is None or seen[0] is not tensors[0]:
+            if key in self._shared:
+                torch._foreach_copy_(self._shared[key], list(tensors))
             else:
-                self._rotary[shape] = (rows[0].clone(), rows[1].clone())
-            self._rotary_seen = rotary
-        return self._rotary[shape]
+                self._shared[key] = [
+                    part.detach().clone(memory_format=torch.contiguous_format) for part in tensors
+                ]
+            self._shared_seen[name] = tensors
+        return self._shared[key]
 
     def hold_input(self, x: torch.Tensor) -> torch.Tensor:
         """x where it is, if a layer's graph wrote it there, or a place of its own for it."""
@@ -137,17 +148,19 @@ class LayerGraphs:
         self,
         x_BSK: torch.Tensor,
         rotary: Rotary | None,
-        make_attention: Callable[[Rotary | None], Attention],
+        mask: torch.Tensor | None,
+        make_attention: Callable[[Rotary | None, torch.Tensor | None], Attention],
         *,
         rotate: bool,
     ) -> torch.Tensor | None:
         """The layer's output, or None where this call has to run without a graph.
 
-        `rotary` is the (cos, sin) that all layers of this pass are given; `make_attention` takes
-        them as [P, D] at fixed addresses; with `rotate` the layer itself rotates q and k.
+        `rotary` is the (cos, sin), `mask` the attention mask that all layers of this pass are
+        given; `make_attention` takes both at fixed addresses, cos and sin as [P, D]; with `rotate`
+        the layer itself rotates q and k.
         """
-        turns = None if rotary is None else rotary[0].shape
-        shape = (x_BSK.shape, x_BSK.dtype, turns, self.weights.recompute)
+        shapes = (None if rotary is None else rotary[0].shape, None if mask is None else mask.shape)
+        shape = (x_BSK.shape, x_BSK.dtype, *shapes, self.weights.recompute)
         key = (shape, x_BSK.requires_grad)  # the first layer's input needs no gradient
         pair = self._pairs.get(key)
         if pair is None and not self._warm(shape):
@@ -157,6 +170,7 @@ class LayerGraphs:
         if pair is not None and (pair.is_open() or not pair.still_reads()):
             return None
         held = None if rotary is None else self.pool.hold_rotary(rotary)
+        held_mask = None if mask is None else self.pool.hold_mask(mask)
         if pair is None:
             self.pool.shapes.add(shape)
             pair = self._pairs[key] = _Pair(
@@ -164,7 +178,7 @@ class LayerGraphs:
                 self.pool,
                 self.weights,
                 held if rotate else None,
-                make_attention(held),
+                make_attention(held, held_mask),
                 need_dx=x_BSK.requires_grad,
             )
         return _Graphed.apply(x_BSK, pair, *self.weights.adapter_tensors())
@@ -190,6 +204,8 @@ class _Pair:
         self.key, self.pool, self.weights = key, pool, weights
         self.rotary, self.attention, self.need_dx = rotary, attention, need_dx
         self.reads = self._addresses(weights)
+        self.parameters = weights.adapter_tensors()
+        self.sizes = [parameter.numel() for parameter in self.parameters]
         self.open: _Pass | None = None
         self.forward_graph: Any = None
         self.backward_graph: Any = None
@@ -231,24 +247,30 @@ class _Pair:
             self.dy = self.pool.hold_gradient(self.key, dy)
             out = self.pool.gradient_buffer(self.key, self.dy) if self.need_dx else None
             self.backward_graph, result = self.pool.record(lambda: self._backward(out))
-            self.dx, self.gradients = result
+            self.dx, self.flat = result
             self.kept = None
         elif dy.data_ptr() != self.dy.data_ptr():
             self.dy.copy_(dy)
         self.backward_graph.replay()
         self.pool.replayed += 1
-        return None if self.dx is None else self.dx.view(dy.shape), self.gradients
+        # Gradients are handed out as parts of one copy: one kernel, not one for each of them.
+        gradients = () if self.flat is None else self.flat.clone().split(self.sizes)
+        parts = [part.view(p.shape) for part, p in zip(gradients, self.parameters, strict=True)]
+        return None if self.dx is None else self.dx.view(dy.shape), parts
 
-    def _backward(self, out: torch.Tensor | None) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    def _backward(
+        self, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         kept = self.kept
         if kept is None:
             _, kept = decoder.forward(
                 self.x, self.weights, self.rotary, self.attention, keep=True, output=False
             )
         assert kept is not None
-        return decoder.backward(
+        dx, gradients = decoder.backward(
             self.dy, kept, self.weights, self.rotary, need_dx=self.need_dx, out=out
         )
+        return dx, torch.cat([g.reshape(-1) for g in gradients]) if gradients else None
 
 
 class _Graphed(torch.autograd.Function):

@@ -36,7 +36,7 @@ def fuse_model(
 
     Returns each decoder layer's name with None where it was fused, or why it was not. A model
     whose `gradient_checkpointing` is on runs with `recompute="full"`, whatever is given here. With
-    `graphs`, training passes without an attention mask are replayed as CUDA graphs (graphs.py).
+    `graphs`, training passes are replayed as CUDA graphs (graphs.py).
     """
     found: dict[str, str | None] = {}
     pool = GraphPool() if graphs else None
@@ -252,22 +252,24 @@ def _run(
         kwargs["sliding_window"] = sliding
     normed = hasattr(module, "q_norm")
 
-    def make_attention(turns: Rotary | None) -> Attention:
+    def make_attention(turns: Rotary | None, mask: torch.Tensor | None) -> Attention:
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if normed:
                 q, k = module.q_norm(q), module.k_norm(k)
                 if turns is not None:
                     q, k = (rotate_reference(part, *turns) for part in (q, k))
             attended, _ = attend(
-                module, q, k, v, attention_mask, dropout=0.0, scaling=module.scaling, **kwargs
+                module, q, k, v, mask, dropout=0.0, scaling=module.scaling, **kwargs
             )
             return attended
 
         return attention
 
     graphs = layer.fused.graphs
-    if graphs is not None and _is_recordable(hidden_states, attention_mask, attend, kwargs):
-        y = graphs.run(hidden_states, position_embeddings, make_attention, rotate=not normed)
+    if graphs is not None and _is_recordable(hidden_states, attend, kwargs):
+        y = graphs.run(
+            hidden_states, position_embeddings, attention_mask, make_attention, rotate=not normed
+        )
         if y is not None:
             return y
     rotary = None
@@ -279,17 +281,12 @@ def _run(
         hidden_states,
         layer.fused.weights,
         None if normed else rotary,
-        make_attention(rotary),
+        make_attention(rotary, attention_mask),
     )
 
 
-def _is_recordable(
-    x: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    attend: Callable[..., Any],
-    kwargs: dict[str, Any],
-) -> bool:
-    """Whether a graph sees all that this call depends on: x and the rotary embedding."""
+def _is_recordable(x: torch.Tensor, attend: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a graph sees all that this call depends on: x, mask and the rotary embedding."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     unread = ("position_ids", "cache_position")  # of SDPA
@@ -297,7 +294,6 @@ def _is_recordable(
     return (
         x.is_cuda
         and torch.is_grad_enabled()
-        and attention_mask is None
         and attend is ALL_ATTENTION_FUNCTIONS["sdpa"]
         and not tensors
     )
