@@ -14,7 +14,7 @@ import typer
 from swiftfp8 import __version__
 from swiftfp8.cli_config import config_app
 from swiftfp8.cli_data import data_app
-from swiftfp8.cli_tokens import Tokens, check_keys, read_values
+from swiftfp8.cli_tokens import Tokens, check_keys, print_notes, read_count, read_values
 from swiftfp8.failures import guarded, interrupt_on_sigterm
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 
+BENCH_KEYS = ("config", "stacks", "steps", "warmup", "out")
 SOURCE_KEYS = ("run", "model", "adapter", "checkpoint")
 
 
@@ -158,6 +159,37 @@ def infer(tokens: Tokens = None) -> None:
 
 @app.command()
 @guarded
+def bench(tokens: Tokens = None) -> None:
+    """Time your own job beside its peers: config=<recipe or path> [key=value ...]
+
+    stacks=plan,hf,compiled are run one after the other: by the plan, as transformers + PEFT, and
+    that compiled with Liger's loss; bf16 is the plan's engine without FP8. steps=10 are timed
+    after warmup=3. Prints tokens a second, ms a step, peak memory and MFU, and writes them to
+    out=<file.json>.
+    """
+    from swiftfp8.bench import BenchRequest
+    from swiftfp8.config.compose import compose_config, require_inputs
+    from swiftfp8.config.tokens import take
+
+    taken, rest = take(tokens or [], BENCH_KEYS)
+    stacks = [part.strip() for part in taken.get("stacks", "").strip("[]").split(",")]
+    request = BenchRequest(
+        config=taken.get("config"),
+        overrides=tuple(rest),
+        out=taken.get("out"),
+        **{name: read_count(name, taken[name]) for name in ("steps", "warmup") if name in taken},
+        **({"stacks": tuple(filter(None, stacks))} if "stacks" in taken else {}),
+    )
+    composed = compose_config(request.config, rest)
+    print_notes([composed])
+    require_inputs(composed)
+    from swiftfp8 import pipeline
+
+    pipeline.bench(request, composed)
+
+
+@app.command()
+@guarded
 def doctor() -> int:
     """Say what this machine can do, and what to install
 
@@ -199,7 +231,6 @@ def datasets() -> None:
 
 
 def _compose_members(tokens: Sequence[str]) -> list[Composed]:
-    from swiftfp8.cli_tokens import print_notes
     from swiftfp8.config.compose import compose_sweep
     from swiftfp8.config.tokens import take
 

@@ -71,6 +71,16 @@ def read_values(request: type[T], tokens: Sequence[str]) -> T:
     return request(**values)
 
 
+def read_count(name: str, text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise SwiftFP8Error(
+            f"{name} must be a whole number of at least 1, not '{text}'",
+            where=f"command line, {name}={text}",
+        )
+    return int(text)
+
+
 def print_notes(members: Sequence[Composed]) -> None:
     """Print the remarks that composing left, once each."""
     for note in dict.fromkeys(note for member in members for note in member.notes):

@@ -26,13 +26,23 @@ from swiftfp8.requests import ExportRequest, InferRequest, VerifyRequest
 from swiftfp8.tasks import REWARD_HEAD, Head
 
 if TYPE_CHECKING:
+    from swiftfp8.bench import BenchRequest, Row
     from swiftfp8.export.report import ExportReport
     from swiftfp8.models.source import ModelSource
     from swiftfp8.train.trainer import TrainResult
 
 
-def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
-    """Plan, load, inject and train; then export, where the configuration asks for it."""
+def train(
+    composed: Composed,
+    *,
+    console: Console | None = None,
+    warmup_steps: int = 1,
+    saves: bool = True,
+) -> TrainResult:
+    """Plan, load, inject and train; then export, where the configuration asks for it.
+
+    A trial's throughput leaves `warmup_steps` out, and without `saves` it writes no checkpoint.
+    """
     _refuse_several_processes()
     from transformers import set_seed
 
@@ -84,7 +94,16 @@ def train(composed: Composed, *, console: Console | None = None) -> TrainResult:
         )
         model = inject_precision(model, made, made.device)
         result = run_training(
-            model, tokenizer, datasets, made, config, run_dir, resume_from, console=console
+            model,
+            tokenizer,
+            datasets,
+            made,
+            config,
+            run_dir,
+            resume_from,
+            console=console,
+            warmup_steps=warmup_steps,
+            saves=saves,
         )
 
     if exports_after_training(config) and not result.interrupted:
@@ -170,6 +189,19 @@ def infer(request: InferRequest) -> None:
         ),
         trust_remote_code=request.trust_remote_code or trusted,
     )
+
+
+def bench(
+    request: BenchRequest, composed: Composed, *, console: Console | None = None
+) -> list[Row]:
+    """Time the job's own steps beside its peers', each in a process of its own."""
+    from swiftfp8 import bench as stage
+
+    _, made = _plan(composed.config, probe())
+    console = console or Console()
+    print_plan(made, console)
+    console.print()
+    return stage.bench(request, composed, console)
 
 
 def doctor(console: Console | None = None) -> int:

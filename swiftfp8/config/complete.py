@@ -24,6 +24,12 @@ _RUN_KEYS = {
     "adapter": "A directory with a PEFT adapter.",
     "checkpoint": "best, last or checkpoint-N of the run.",
 }
+_BENCH_KEYS = {
+    "stacks": "What to compare: plan, bf16, hf, compiled.",
+    "steps": "Timed steps.",
+    "warmup": "Steps before them.",
+    "out": "Where the results are written, as JSON.",
+}
 _INFER_KEYS = {
     **_RUN_KEYS,
     "model": "A model directory.",
@@ -67,6 +73,8 @@ def _keys(command: str) -> Iterable[tuple[str, str]]:
         return {**_RUN_KEYS, "model": "A model directory.", **own, "export": "Group."}.items()
     groups = {group: "Option group." for group in GROUPS if group not in keys}
     first = {"config": "A recipe, or the path of one."}
+    if command == "bench":
+        first |= _BENCH_KEYS
     if command == "plan":
         first["hardware"] = "Plan for other hardware: a name, or <name>:<sm>:<GiB>."
     return {**first, **keys, **groups}.items()

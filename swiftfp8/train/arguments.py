@@ -12,13 +12,14 @@ from swiftfp8.plan import Plan
 
 
 def training_arguments(
-    config: Config, plan: Plan, run_dir: Path, total_steps: int
+    config: Config, plan: Plan, run_dir: Path, total_steps: int, *, autocast: bool = False
 ) -> TrainingArguments:
     """`TrainingArguments` for a run.
 
     Cadence (logging, evaluation, saving) is ours, so transformers' own is switched off. BF16 is
     ours too (see `FP8Trainer.compute_loss_context_manager`); FP16 is accelerate's, with its loss
     scaler. Gradient checkpointing was switched on in the model, under the backend's own function.
+    `autocast` leaves BF16 to accelerate as well.
     """
     optim = config.optim
     minimum = {"min_lr_rate": optim.min_lr_ratio}
@@ -44,7 +45,7 @@ def training_arguments(
         # Infinity measures the norm without clipping.
         max_grad_norm=config.max_grad_norm or math.inf,
         fp16=plan.compute_dtype == "fp16",
-        bf16=False,
+        bf16=autocast and plan.compute_dtype == "bf16",
         seed=config.seed,
         data_seed=config.seed,
         dataloader_num_workers=config.data.num_workers,

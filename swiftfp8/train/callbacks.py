@@ -14,7 +14,8 @@ class Cadence(TrainerCallback):
     """Sets transformers' control flags after each optimizer step.
 
     A periodic checkpoint is evaluated first (where evaluation is on), so that `best` can be
-    chosen among all of them. A stop request saves at once, without an evaluation.
+    chosen among all of them. A stop request saves at once, without an evaluation. Without `saves`
+    nothing is ever saved.
     """
 
     def __init__(
@@ -24,8 +25,10 @@ class Cadence(TrainerCallback):
         evaluates: bool,
         begin: Callable[[], None],
         stop_requested: Callable[[], bool],
+        saves: bool = True,
     ) -> None:
         self._settings = settings
+        self._saves = saves
         self._begin = begin
         self._evaluates = evaluates
         self._stop_requested = stop_requested
@@ -47,7 +50,7 @@ class Cadence(TrainerCallback):
         if self._settings.eval_steps and due_save:
             due_eval = True
         control.should_log = step == 1 or last or _due(step, self._settings.logging_steps)
-        control.should_save = last or stop or due_save
+        control.should_save = self._saves and (last or stop or due_save)
         control.should_evaluate = self._evaluates and not stop and (last or due_eval)
         control.should_training_stop = last or stop
         return control

@@ -120,7 +120,7 @@ class FP8Trainer(transformers.Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._micro_batches = batches
         self._step_loss = None
-        self._step_tokens = sum(_count_tokens(batch) for batch in batches)
+        self._step_tokens = sum(count_tokens(batch) for batch in batches)
         if not batches:
             return batches, None
         count = sum((self._count(batch) for batch in batches), torch.zeros((), dtype=torch.long))
@@ -426,7 +426,7 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _count_tokens(batch: Any) -> torch.Tensor | int:
+def count_tokens(batch: Any) -> torch.Tensor | int:
     """Tokens that are not padding. What a packed batch says of itself is taken out of it."""
     if "num_tokens" in batch:
         return batch.pop("num_tokens")

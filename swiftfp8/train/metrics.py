@@ -61,7 +61,7 @@ class Progress:
     """Counters of a run that a checkpoint carries, so that a resumed run logs the same numbers.
 
     `window_*` gather since the last logged line; `steady_*` are of all steps but each session's
-    first, which warms up.
+    first ones, which warm up.
     """
 
     elapsed: float = 0.0  # seconds, over all sessions
@@ -72,6 +72,7 @@ class Progress:
     window_sums: dict[str, Any] = field(default_factory=dict)  # of an objective, by name
     steady_tokens: int = 0
     steady_seconds: float = 0.0
+    steady_steps: int = 0
     best_loss: float | None = None
     best_step: int | None = None
     skipped_steps: int = 0  # by FP16's loss scaler, over all sessions
@@ -90,8 +91,16 @@ class Progress:
 class Meter:
     """Adds up losses, tokens and time between log lines."""
 
-    def __init__(self, *, flops_per_token: float, peak_flops: float | None, device: str) -> None:
+    def __init__(
+        self,
+        *,
+        flops_per_token: float,
+        peak_flops: float | None,
+        device: str,
+        warmup_steps: int = 1,
+    ) -> None:
         self.progress = Progress()
+        self._warmup = warmup_steps
         self._flops = flops_per_token
         self._peak = peak_flops
         self._cuda = device == "cuda"
@@ -118,7 +127,8 @@ class Meter:
         p.window_tokens += tokens
         p.skipped_steps += skipped
         p.window_seconds += seconds
-        if self._session_steps:
+        if self._session_steps >= self._warmup:
+            p.steady_steps += 1
             p.steady_tokens += tokens
             p.steady_seconds += seconds
         self._session_steps += 1
@@ -161,6 +171,11 @@ class Meter:
         """Tokens a second over the run, warm-up steps left out."""
         p = self.progress
         return p.steady_tokens / p.steady_seconds if p.steady_seconds > 0 else None
+
+    def seconds_per_step(self) -> float | None:
+        """Seconds of an optimizer step, warm-up steps left out."""
+        p = self.progress
+        return p.steady_seconds / p.steady_steps if p.steady_steps else None
 
 
 class RunLog:

@@ -51,8 +51,9 @@ class TrainResult:
     """What came of a run. Losses are those of `logging.jsonl`: its first, its last.
 
     `metrics` are the last evaluation's, by the log's names (`eval_accuracy`), without its loss.
-    `steps` are optimizer steps in all, those before a resume included. `tokens_per_second` leaves
-    warm-up, evaluation and saving out. `interrupted`: a signal ended the run early, after saving.
+    `steps` are optimizer steps in all, those before a resume included. `tokens_per_second` and
+    `seconds_per_step` leave warm-up, evaluation and saving out. `interrupted`: a signal ended the
+    run early, after saving.
     """
 
     run_dir: Path
@@ -63,6 +64,7 @@ class TrainResult:
     best_checkpoint: Path | None
     last_checkpoint: Path | None
     tokens_per_second: float | None
+    seconds_per_step: float | None
     peak_memory_gib: float
     interrupted: bool
     metrics: dict[str, float] = field(default_factory=dict)
@@ -78,6 +80,8 @@ def run_training(
     resume_from: Path | None = None,
     *,
     console: Console | None = None,
+    warmup_steps: int = 1,
+    saves: bool = True,
 ) -> TrainResult:
     """Train an injected model and return what came of it.
 
@@ -90,6 +94,8 @@ def run_training(
         run_dir: what `start_run` returned.
         resume_from: a checkpoint or run directory to go on from.
         console: where progress is shown; standard output where left out.
+        warmup_steps: how many steps `tokens_per_second` and `seconds_per_step` leave out.
+        saves: write checkpoints; a trial does not.
 
     Raises:
         SwiftFP8Error: nothing was begun: a missing reporter, an empty data set, a checkpoint of
@@ -118,6 +124,7 @@ def run_training(
         flops_per_token=flops_per_token(plan),
         peak_flops=peak_flops(torch.cuda.get_device_name()) if plan.device == "cuda" else None,
         device=plan.device,
+        warmup_steps=warmup_steps,
     )
     display = open_display(console or Console(), total, start.step)
     log = RunLog(run_dir, after_step=start.step if start.same_run else 0)
@@ -139,7 +146,7 @@ def run_training(
         if start.step < total:
             if uses_reference(config) and config.rlhf.precompute_ref:
                 datasets = add_reference(model, datasets, session)
-            _train(model, datasets, session, arguments, start)
+            _train(model, datasets, session, arguments, start, saves=saves)
             _require_taken_steps(session, total)
         result = _result(session, meter)
         if stop.requested:
@@ -219,6 +226,8 @@ def _train(
     session: Session,
     arguments: transformers.TrainingArguments,
     start: _StartPoint,
+    *,
+    saves: bool,
 ) -> None:
     config, plan = session.config, session.plan
     if config.packing:
@@ -237,6 +246,7 @@ def _train(
                 evaluates=datasets.eval is not None and len(datasets.eval) > 0,
                 begin=partial(session.meter.begin, start.progress),
                 stop_requested=lambda: session.stop.requested,
+                saves=saves,
             ),
             PrecisionWatch(
                 plan.start_step,
@@ -330,6 +340,7 @@ def _result(session: Session, meter: Meter) -> TrainResult:
         best_checkpoint=session.run_dir / best.readlink() if best.is_symlink() else None,
         last_checkpoint=last,
         tokens_per_second=meter.steady_rate(),
+        seconds_per_step=meter.seconds_per_step(),
         peak_memory_gib=peak_memory_gib(cuda=session.plan.device == "cuda"),
         interrupted=session.stop.requested,
         metrics={k: v for k, v in metrics[-1].items() if k != "eval_loss"} if metrics else {},
