@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from swiftfp8.tasks import REWARD_HEAD, Head
 if TYPE_CHECKING:
     from swiftfp8.bench import BenchRequest, Row
     from swiftfp8.export.report import ExportReport
+    from swiftfp8.export.request import ExportJob
     from swiftfp8.models.source import ModelSource
     from swiftfp8.train.trainer import TrainResult
 
@@ -130,9 +131,7 @@ def export(request: ExportRequest, *, console: Console | None = None) -> ExportR
 
     console = console or Console()
     job = resolve_request(request, console=console)
-    report = export_checkpoint(
-        job.model_dir, job.adapter_dir, job.export_dir, job.settings, job.context
-    )
+    report = _write_export(job, export_checkpoint)
     console.print(report)
     return report
 
@@ -144,9 +143,7 @@ def merge(request: ExportRequest, *, console: Console | None = None) -> ExportRe
 
     console = console or Console()
     job = resolve_request(request, console=console, default_name="merged")
-    report = merge_checkpoint(
-        job.model_dir, job.adapter_dir, job.export_dir, job.settings, job.context
-    )
+    report = _write_export(job, merge_checkpoint)
     console.print(report)
     return report
 
@@ -209,6 +206,16 @@ def doctor(console: Console | None = None) -> int:
     from swiftfp8 import doctor as stage
 
     return stage.doctor(console or Console())
+
+
+def _write_export(job: ExportJob, write: Callable[..., ExportReport]) -> ExportReport:
+    from swiftfp8.export.task_base import task_base
+
+    trusted = job.context.trust_remote_code
+    with task_base(
+        job.model_dir, job.adapter_dir, job.export_dir, trust_remote_code=trusted
+    ) as base:
+        return write(base, job.adapter_dir, job.export_dir, job.settings, job.context)
 
 
 def _plan(config: Config, hardware: Hardware) -> tuple[ModelSource, Plan]:

@@ -84,6 +84,7 @@ class Trained:
     task: str
     head: Head | None
     pooling: str | None
+    pad_token_id: int | None = None
 
 
 def read_task_file(folder: Path) -> Trained | None:
@@ -96,7 +97,12 @@ def read_task_file(folder: Path) -> Trained | None:
         head = said["head"]
         if head is not None:
             head = Head(**{**head, "labels": tuple(head["labels"])})
-        return Trained(task=TASKS[said["task"]].name, head=head, pooling=said["pooling"])
+        return Trained(
+            task=TASKS[said["task"]].name,
+            head=head,
+            pooling=said["pooling"],
+            pad_token_id=said["pad_token_id"],
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise SwiftFP8Error(
             f"{TASK_FILE} can't be read: {error}",

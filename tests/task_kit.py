@@ -29,18 +29,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_decoder(folder: Path) -> Path:
+def write_decoder(folder: Path, hidden: int = 64) -> Path:
     """A random Qwen3 of two narrow layers with the embedded model's tokenizer and template."""
     tiny = assets_dir() / "tiny"
     own = AutoConfig.from_pretrained(tiny)
     config = Qwen3Config(
         vocab_size=own.vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=hidden // 4,
         max_position_embeddings=256,
         bos_token_id=own.bos_token_id,
         eos_token_id=own.eos_token_id,
@@ -52,13 +52,13 @@ def write_decoder(folder: Path) -> Path:
     return _with_tokenizer(folder)
 
 
-def write_encoder(folder: Path) -> Path:
+def write_encoder(folder: Path, hidden: int = 64) -> Path:
     """A random BERT without a head, as sentence encoders are stored."""
     vocabulary = AutoConfig.from_pretrained(assets_dir() / "tiny").vocab_size
     config = BertConfig(
         vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=128,

@@ -54,6 +54,7 @@ from swiftfp8.export.targets import (
     require_loadable,
     why_no_reload,
 )
+from swiftfp8.export.task_base import copy_task_file
 from swiftfp8.export.verify import (
     ReadBack,
     ReloadCheck,
@@ -109,6 +110,7 @@ def export_checkpoint(
     with clock.stage("open"):
         source = open_source(model_dir, adapter_dir, trust_remote_code=context.trust_remote_code)
         export_format, options, layout, why = _describe(source, settings, context.keep)
+    _require_speech(source, settings, export_format)
     if getattr(export_format, "STATIC_INPUTS", False):
         with clock.stage("measure inputs"):
             options = replace(options, input_amax=_input_amax(source, layout, settings, context))
@@ -137,7 +139,8 @@ def export_checkpoint(
         if layout.config is not None:
             write_config(source.layers.config, layout.config, partial)
         copy_companions(model_dir, adapter_dir, partial, model=layout.config is not None)
-        if layout.config is not None:
+        copy_task_file(partial, adapter_dir, model_dir)
+        if layout.config is not None and source.layers.speaks:
             add_turn_ends(partial, trust_remote_code=context.trust_remote_code)
         with clock.stage("check files"), context.console.status("verifying: files and bytes"):
             faults = verify_directory(
@@ -212,6 +215,22 @@ def _describe(
         name, why = pick_format(source, options, settings.target)
     export_format = find_format(name)
     return export_format, options, export_format.describe(source, options), why
+
+
+def _require_speech(source: Source, settings: ExportConfig, export_format: ExportFormat) -> None:
+    """Refuse what only a language model can be measured by."""
+    asked = {
+        "export.calibrate=true": settings.calibrate,
+        "export.fidelity_dataset": bool(settings.fidelity_dataset),
+        f"export.format={settings.format}": getattr(export_format, "STATIC_INPUTS", False),
+    }
+    for key, wanted in asked.items():
+        if wanted and not source.layers.speaks:
+            raise SwiftFP8Error(
+                "it reads text as a language model does, and this is none",
+                where=key,
+                fix="leave it out; fp8_block and compressed_tensors need no text",
+            )
 
 
 def _input_amax(

@@ -16,15 +16,22 @@ from typing import Any
 
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import FLOATS, TensorSpec, read_json
+from swiftfp8.models.task_model import auto_class_of, head_modules
 from swiftfp8.registry import suggest
 from swiftfp8.selection import matches
 
 FUSED_GROUPS = (
     frozenset({"q_proj", "k_proj", "v_proj"}),
+    frozenset({"query", "key", "value"}),
     frozenset({"gate_proj", "up_proj"}),
     frozenset({"w1", "w3"}),
     frozenset({"q_a_proj", "kv_a_proj_with_mqa"}),
 )
+_KEPT = {
+    "head": "output head",
+    "score": "score head: few outputs, all of which count",
+    "pooler": "pooler: engines keep it as it is",
+}
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _OTHER_TOWERS = re.compile(r"vision|visual|audio|image|multi_modal|mm_proj")
 _EXPERT = re.compile(r"(?P<experts>.+)\.\d+\.[^.]+")
@@ -34,11 +41,12 @@ _EXPERT = re.compile(r"(?P<experts>.+)\.\d+\.[^.]+")
 class ModelLayers:
     """What a model class says of its checkpoint. `linears` maps module names to a kind.
 
-    Kinds: "linear", "head", "router". `experts` are modules that hold several experts, whose
-    weights a checkpoint stores one by one. `keep_fp32` are patterns of parameters that the class
-    wants in float32. `tied` maps tensors that repeat another one to that other one. Where the
-    class names a module in another way than checkpoints do, both names are there, and `aliases`
-    maps the checkpoint's to the class's.
+    Kinds: "linear", "head", "router", "score" (a classifier's head), "pooler". `experts` are
+    modules that hold several experts, whose weights a checkpoint stores one by one. `keep_fp32` are
+    patterns of parameters that the class wants in float32. `tied` maps tensors that repeat another
+    one to that other one. Where the class names a module in another way than checkpoints do, both
+    names are there, and `aliases` maps the checkpoint's to the class's. `speaks`: it is a language
+    model.
     """
 
     config: Mapping[str, Any]
@@ -47,6 +55,7 @@ class ModelLayers:
     keep_fp32: tuple[str, ...]
     tied: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    speaks: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +112,11 @@ def inspect_export(directory: Path, *, trust_remote_code: bool = False) -> Model
 def meta_model(directory: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """(config, model on the meta device) of a model directory, by transformers' classes."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    model_class: Any = AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        model_class = auto_class_of(config.architectures)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
@@ -116,7 +125,8 @@ def meta_model(directory: Path, trust_remote_code: bool = False) -> tuple[Any, A
         raise SwiftFP8Error(
             f"transformers can't build this model: {str(error).splitlines()[0]}",
             where=str(directory),
-            fix="a causal language model is needed; set trust_remote_code=true if it has own code",
+            fix="a language model, a classifier or an encoder is needed; set "
+            "trust_remote_code=true if it has own code",
         ) from error
     return config, model
 
@@ -196,8 +206,8 @@ def _why_not(
 ) -> str | None:
     """The reason why a linear stays in BF16, None where it is quantized."""
     kind = layers.linears.get(name, "linear")
-    if kind == "head":
-        return "output head"
+    if kind in _KEPT:
+        return _KEPT[kind]
     if kind == "router" or name.rpartition(".")[2] in _ROUTERS:
         return "router"
     if _OTHER_TOWERS.search(name):
@@ -242,11 +252,18 @@ def _layers_of(model: Any, raw: Mapping[str, Any]) -> ModelLayers:
     from torch import nn
 
     head = model.get_output_embeddings()
+    model_class = auto_class_of(raw.get("architectures")).__name__
+    scores = head_modules(model) if "Classification" in model_class else ()
+    speaks = model_class == "AutoModelForCausalLM"
     linears: dict[str, str] = {}
     experts = []
     for name, module in model.named_modules():
         if module is head and head is not None:
             linears[name] = "head"
+        elif isinstance(module, nn.Linear) and name.split(".")[0] in scores:
+            linears[name] = "score"
+        elif isinstance(module, nn.Linear) and not speaks and "pooler" in name.split("."):
+            linears[name] = "pooler"
         elif isinstance(module, nn.Linear):
             linears[name] = "linear" if type(module) is nn.Linear else "router"
         elif name.endswith(".experts"):
@@ -268,6 +285,7 @@ def _layers_of(model: Any, raw: Mapping[str, Any]) -> ModelLayers:
         keep_fp32=tuple(sorted(keep)),
         tied=tied | {stored.get(a, a): stored.get(b, b) for a, b in tied.items()},
         aliases=aliases,
+        speaks=speaks,
     )
 
 

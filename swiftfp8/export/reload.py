@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from swiftfp8.export.checkpoint_io import as_buffer, read_json
+from swiftfp8.models.task_model import auto_class_of
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def load_plain(directory: Path, trust_remote_code: bool = False) -> tuple[Any, d
     """
     import transformers
 
-    model_class: Any = transformers.AutoModelForCausalLM
+    model_class = auto_class_of(read_json(directory / "config.json").get("architectures"))
     model, info = model_class.from_pretrained(
         directory,
         dtype="auto",
@@ -76,9 +77,10 @@ def _dequantized(directory: Path) -> dict[str, Any]:
 
 
 def forward_logits(model: Any, ids_BT: Tensor) -> Tensor:
-    """Logits [B, T, V] in the model's dtype."""
+    """Logits [B, T, V] in the model's dtype; a classifier's [B, labels], an encoder's [B, T, K]."""
     with torch.inference_mode():
-        logits: Tensor = model(input_ids=ids_BT, use_cache=False).logits
+        output = model(input_ids=ids_BT, use_cache=False)
+        logits: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return logits.contiguous().clone()
 
 

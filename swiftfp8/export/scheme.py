@@ -184,7 +184,8 @@ def kept_names(source: Source, decisions: Sequence[Decision]) -> list[str]:
     heads = {name for name, kind in layers.linears.items() if kind == "head"}
     kept = [d.name for d in decisions if not d.quantize and d.name not in heads]
     other_names = [layers.aliases[name] for name in kept if name in layers.aliases]
-    return [*sorted(heads or {"lm_head"}), *kept, *other_names]
+    usual = {"lm_head"} if layers.speaks else set()
+    return [*sorted(heads or usual), *kept, *other_names]
 
 
 @dataclass(frozen=True, kw_only=True)

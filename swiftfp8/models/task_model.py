@@ -29,9 +29,10 @@ def auto_class_of(architectures: list[str] | None) -> Any:
     name = (architectures or [""])[0]
     if name in known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
         return transformers.AutoModelForSequenceClassification
-    bases = known.MODEL_MAPPING_NAMES.values()
-    causal = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    if name not in causal and any(name == base or name in base for base in bases):
+    bases: set[str] = set()
+    for base in known.MODEL_MAPPING_NAMES.values():
+        bases |= set(base) if isinstance(base, tuple | list) else {base}
+    if name in bases - set(known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return transformers.AutoModel
     return transformers.AutoModelForCausalLM
 

@@ -345,7 +345,8 @@ class FP8Trainer(transformers.Trainer):
 
     def _fill(self, folder: Path) -> None:
         save_weights(self.model, self.session.tokenizer, folder, inject.plain_state_dict)
-        write_task_file(folder, self.session.plan)
+        padding = getattr(self.session.tokenizer, "pad_token_id", None)
+        write_task_file(folder, self.session.plan, padding)
         scaling = inject.scaling_state(self.model)
         if scaling:
             torch.save(scaling, folder / "scaling.pt")

@@ -43,7 +43,7 @@ def save_weights(
         tokenizer.save_pretrained(str(folder))
 
 
-def write_task_file(folder: Path, plan: Plan) -> None:
+def write_task_file(folder: Path, plan: Plan, pad_token_id: int | None = None) -> None:
     """Say what the checkpoint is for: an adapter's base does not know its labels."""
     if TASKS[plan.task].adapter_type == "CAUSAL_LM":
         return
@@ -51,6 +51,7 @@ def write_task_file(folder: Path, plan: Plan) -> None:
         "task": plan.task,
         "head": None if plan.head is None else asdict(plan.head),
         "pooling": plan.pooling,
+        "pad_token_id": pad_token_id,
     }
     text = json.dumps(said, indent=2, ensure_ascii=False)
     (folder / TASK_FILE).write_text(text + "\n", encoding="utf-8")
