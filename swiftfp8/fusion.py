@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from swiftfp8.plan import LayerPlan
 
 FUSED_RECIPE = "fp8_current"
-FUSED_ARCHITECTURES = frozenset(
-    f"{name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")
-)
+# Their decoder layers are the same under every head: ForCausalLM, ForSequenceClassification, none.
+FUSED_FAMILIES = ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")
+HEADS = ("ForCausalLM", "ForSequenceClassification", "Model")
+FUSED_ARCHITECTURES = frozenset(family + head for family in FUSED_FAMILIES for head in HEADS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,16 @@ class Measured:
     dtype: str = "fp8"
     backend: str = "torch"
     checkpointing: str = "none"
+    graphs: bool = False
     within: float = 0.15
 
 
 # Add a row for each new measurement; `speed.RATES` is fitted to them.
 MEASURED = [
     Measured(ms=306),
+    Measured(ms=300.5, graphs=True),
     Measured(ms=110.8, shape="0.5b", length=1024),
+    Measured(ms=27.4, shape="0.5b", length=1024, graphs=True),
     Measured(ms=331.6, checkpointing="selective"),
     Measured(ms=425, checkpointing="full"),
     Measured(ms=460, backend="te"),
@@ -49,6 +52,7 @@ def test_expected_times_are_near_the_measured_ones(row: Measured) -> None:
         precision={"backend": row.backend},
         lora_rank=16,
         gradient_checkpointing=row.checkpointing,
+        train={"cuda_graphs": row.graphs},
     )
     seconds = step_seconds(plan, meta, micro_batch=row.batch, max_length=row.length)
     assert seconds is not None and 1e3 * seconds == pytest.approx(row.ms, rel=row.within)
