@@ -15,6 +15,7 @@ It sees `nn.Linear` and a `LayerPlan`, never a model's name.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import ModuleType
 
@@ -25,7 +26,7 @@ from torch.nn import functional
 from swiftfp8.registry import discover, unknown
 
 
-class PrecisionLinear(nn.Module):
+class PrecisionLinear(nn.Module, ABC):
     """y = x Wᵀ + b at a planned precision. x is [..., in_features], y [..., out_features].
 
     `enabled` switches FP8 on and off between steps (`precision.start_step`). `ran_fp8` and
@@ -43,13 +44,13 @@ class PrecisionLinear(nn.Module):
         self.ran_fp8 = 0
         self.ran_high = 0
 
+    @abstractmethod
     def dequantize(self) -> torch.Tensor:
         """The weight that the matmul sees, [out_features, in_features], float32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes that the weight holds now: values, scales and any cached transpose."""
-        raise NotImplementedError
 
     def forward_lora(
         self,

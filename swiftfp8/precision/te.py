@@ -12,6 +12,7 @@ thus seen by no state dict, `.to()` or broadcast.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -160,8 +161,9 @@ class TELinear(PrecisionLinear):
             y = self._delayed.before_backward(self._te, y)
         return y[:tokens]
 
+    @abstractmethod
     def _high_matmul(self, rows: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """x Wᵀ in high precision, [tokens, out_features]."""
 
     def scaling_state(self) -> dict[str, torch.Tensor]:
         """Delayed scaling's scales and amax histories."""

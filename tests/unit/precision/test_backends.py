@@ -170,3 +170,12 @@ def test_converted_linears_know_their_names_on_disk(name: str) -> None:
     assert isinstance(module, PrecisionLinear)
     assert list(module.state_dict()) == ["weight", "bias"]
     assert [key for key, _ in module.named_parameters()] == ["weight", "bias"]
+
+
+def test_a_backends_linear_must_say_what_it_holds() -> None:
+    class Forgetful(PrecisionLinear):
+        def dequantize(self) -> torch.Tensor:
+            return torch.zeros(8, 8)
+
+    with pytest.raises(TypeError, match="weight_bytes"):
+        Forgetful(8, 8)
