@@ -43,6 +43,7 @@ from swiftfp8.export.layout import (
     WriteJob,
 )
 from swiftfp8.export.report import ExportReport, write_report
+from swiftfp8.export.room import why_no_room
 from swiftfp8.export.source import Source, open_source
 from swiftfp8.export.staging import check_target, is_interruption, staged
 from swiftfp8.export.stops import add_turn_ends
@@ -302,10 +303,10 @@ def _read_again(
     settings: ExportConfig,
     context: ExportContext,
 ) -> tuple[ReloadCheck | None, ReadBack | None]:
-    """Reload in a fresh process; where transformers can't, read the files back ourselves."""
+    """Reload in a fresh process; where that can't be, read the files back ourselves."""
     if not settings.verify:
         return None, None
-    obstacle = why_no_reload(layout.format)
+    obstacle = why_no_reload(layout.format) or why_no_room(source)
     if obstacle:
         with context.console.status("verifying: reading the files back"):
             return None, verify_read_back(source, layout, export_format, partial, obstacle)

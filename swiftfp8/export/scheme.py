@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +43,7 @@ from swiftfp8.export.stream import Piece, in_order, pieces_of, rounded, to_host
 from swiftfp8.export.survival import SurvivalMeter
 
 INPUT_SCALE = "input_scale"
+_WRITTEN = torch.empty(0)  # stands for data that need not be kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ def write_weights(
             job.advance(made.piece.nbytes)
             if name not in layout.quantized:
                 continue
-            parts.append(made)
+            parts.append(replace(made, data=_WRITTEN))
             if made.piece.last:
                 _write_scales(scheme, layout, name, parts, shared, writer)
                 layers[name] = _layer_error(source.tensors[name], parts)
