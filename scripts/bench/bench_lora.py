@@ -228,7 +228,7 @@ def measure(model: Any, context: Callable[[], Any], args: argparse.Namespace) ->
         from swiftfp8.train.masters import MasterAdamW
 
         # Exact FP32 masters; the peers' AdamW rounds its updates, and its moments, to BF16.
-        optimizer = MasterAdamW(trained, lr=1e-5, state_dtype=torch.bfloat16, fused=True)
+        optimizer = MasterAdamW(trained, lr=1e-5, state_dtype="bf16", fused=True)
     else:
         optimizer = torch.optim.AdamW(trained, lr=1e-5 if args.full else 1e-4, fused=True)
     vocabulary = SHAPES[args.shape]["vocab_size"]
