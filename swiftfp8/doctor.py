@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from swiftfp8 import __version__
+from swiftfp8 import __version__, engine
 from swiftfp8.hardware import ALL_FP8, Hardware, install_hint, probe, sm_text
 
 READY = 0
@@ -43,7 +43,7 @@ def doctor(console: Console) -> int:
 
 def report(console: Console, hardware: Hardware) -> int:
     """Print what `hardware` can do; return `doctor`'s exit code."""
-    ready = any(hardware.why_not(recipe) is None for recipe in ALL_FP8)
+    ready = is_ready(hardware)
     console.print(_machine(hardware))
     console.print()
     console.print(_precisions(hardware))
@@ -59,8 +59,20 @@ def report(console: Console, hardware: Hardware) -> int:
     return NOT_READY
 
 
+def is_ready(hardware: Hardware) -> bool:
+    """Whether `precision.backend=auto` has an engine that runs FP8 here."""
+    if any(hardware.why_not(recipe) is None for recipe in ALL_FP8):
+        return True
+    return "torch" in engine.AUTO_ENGINES and _why_no_torch(hardware) is None
+
+
 def advice(hardware: Hardware, *, driver: str | None) -> list[str]:
     """What to do, in order, so that FP8 becomes ready."""
+    alone = "Or set precision.backend=torch, which needs no Transformer Engine."
+    return _advice(hardware, driver) + ([alone] if _why_no_torch(hardware) is None else [])
+
+
+def _advice(hardware: Hardware, driver: str | None) -> list[str]:
     if "fp8_current" not in hardware.unavailable:
         if hardware.te_reason is not None and "not installed" not in hardware.te_reason:
             return [
@@ -127,6 +139,7 @@ def _machine(hardware: Hardware) -> Table:
     table.add_row("driver", nvidia_driver() or "no NVIDIA driver")
     table.add_row("CUDA", hardware.cuda_version or "torch is not built for CUDA")
     table.add_row("TE", Text(_te(hardware)))
+    table.add_row("torch FP8", Text(_torch_engine(hardware)))
     table.add_row("Python", f"{platform.python_version()} on {platform.platform()}")
     return table
 
@@ -135,6 +148,15 @@ def _te(hardware: Hardware) -> str:
     if hardware.te_version is not None:
         return f"Transformer Engine {hardware.te_version}"
     return hardware.te_reason or "not looked for: no GPU for it"
+
+
+def _torch_engine(hardware: Hardware) -> str:
+    reason = _why_no_torch(hardware)
+    return reason or "PyTorch and Triton alone run fp8_current (precision.backend=torch)"
+
+
+def _why_no_torch(hardware: Hardware) -> str | None:
+    return hardware.why_not_torch("fp8_current")
 
 
 def _precisions(hardware: Hardware) -> Table:

@@ -180,7 +180,9 @@ def _emulated(
 def _fix_for(hardware: Hardware, given: str) -> str:
     """What a user can do who wants FP8 and nothing else."""
     if "fp8_current" not in hardware.unavailable:  # the device could, the library can't
-        return f"{install_hint(hardware.cuda_version)}, then swiftfp8 doctor"
+        alone = hardware.why_not_torch("fp8_current") is None
+        other = "; or set precision.backend=torch, which needs none" if alone else ""
+        return f"{install_hint(hardware.cuda_version)}, then swiftfp8 doctor{other}"
     return (
         f"run on a GPU of compute capability 8.9 or newer, set dtype={given}, or set "
         "precision.emulate=true for FP8's numerics without its speed"

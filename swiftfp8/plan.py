@@ -52,7 +52,7 @@ from swiftfp8.plan_types import (
     RecipeOptions,
 )
 from swiftfp8.selection import lora_targets, unmatched_excludes
-from swiftfp8.speed import step_seconds
+from swiftfp8.speed import SLOWER, step_seconds
 from swiftfp8.tasks import TASKS, speaks, task_notes, task_problems
 
 if TYPE_CHECKING:
@@ -87,13 +87,14 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
             problems together.
     """
     asked = _plan_as_asked(config, hardware, meta)
-    rows, length = config.per_device_train_batch_size, config.max_length
+    rows = config.per_device_train_batch_size * TASKS[config.task].sequences
+    length = config.max_length
     fp8_s = step_seconds(asked, meta, micro_batch=rows, max_length=length)
     if asked.recipe is None or fp8_s is None:
         return asked
     high = _plan_as_asked(replace(config, dtype="bf16"), hardware, meta)
     high_s = step_seconds(high, meta, micro_batch=rows, max_length=length)
-    if high_s is None or fp8_s < high_s:
+    if high_s is None or fp8_s < SLOWER * high_s:
         return asked
     slower = (
         f"a step in FP8 is expected to take {1e3 * fp8_s:.0f} ms and one in BF16 "

@@ -22,6 +22,7 @@ from transformers import (
 
 from swiftfp8.config.schema import Config
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.fusion import FUSED_ARCHITECTURES
 from swiftfp8.models.load import load_meta, load_model, load_tokenizer
 from swiftfp8.models.source import ModelSource, resolve_source
 
@@ -55,6 +56,9 @@ def test_meta_agrees_with_the_loaded_model(tmp_path: Path, architecture: str, ti
     assert [linear.name for linear in meta.linears if linear.kind == "head"] == ["lm_head"]
     assert {linear.layer for linear in meta.linears if linear.kind == "linear"} == {0, 1}
     assert "hello" in load_tokenizer(source).get_vocab()
+    assert meta.unfused_loss is None
+    assert meta.qk_norm == any(name.endswith(".q_norm") for name, _ in model.named_modules())
+    assert (meta.unfused_layers is None) == (meta.architecture in FUSED_ARCHITECTURES)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 from rich.console import Console
 
 from swiftfp8 import doctor as module
+from swiftfp8 import engine
 from swiftfp8.doctor import NOT_READY, READY, advice, doctor, report
 from swiftfp8.hardware import ALL_FP8, Hardware, parse_hardware
 
@@ -48,6 +49,17 @@ def test_missing_transformer_engine_names_the_extra_of_torch_s_cuda() -> None:
     assert code == NOT_READY
     assert "pip install --no-build-isolation 'swiftfp8[te-cu12]'" in text
     assert "checkout of the source: pip install --no-build-isolation -e '.[te-cu12]'" in text
+
+
+def test_the_torch_engine_is_offered_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = without_te("Transformer Engine is not installed")
+    text, code = text_and_code(missing)
+    assert code == NOT_READY and "precision.backend=torch, which needs no" in text
+    monkeypatch.setattr(engine, "AUTO_ENGINES", ("torch", "te"))
+    assert text_and_code(missing)[1] == READY
+    text, code = text_and_code(replace(missing, torch_reason="Triton is not installed"))
+    assert code == NOT_READY and "Triton is not installed" in text
+    assert "which needs no" not in text
 
 
 def test_a_broken_transformer_engine_is_quoted() -> None:
