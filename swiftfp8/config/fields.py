@@ -150,7 +150,8 @@ def _kind(inner: Any, metadata: list[Any]) -> tuple[Any, str, tuple[str, ...]]:
         choices = tuple(str(arg) for arg in get_args(inner))
         return "choice", "one of " + ", ".join(choices), choices
     if get_origin(inner) is list:
-        return "names", "list of texts", ()
+        text = "list of texts" if get_args(inner) == (str,) else "list of whole numbers"
+        return "names", text, ()
     if get_origin(inner) is dict:
         return "mapping", "mapping of text to text", ()
     if inner is bool:

@@ -64,6 +64,15 @@ def _expand_users(value: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(os.path.expanduser(name) for name in value)
 
 
+def _as_sizes(value: Any) -> Any:
+    """Take a single number, or a comma-separated string, for a list."""
+    return [value] if isinstance(value, int) else _as_list(value)
+
+
+def _ascending(value: list[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(value)))
+
+
 Names = Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_frozen)]
 Sources = Annotated[Names, AfterValidator(_expand_users)]
 PathText = Annotated[str, AfterValidator(_expand_user)]
@@ -74,6 +83,7 @@ OnOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_off)]
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Real = Annotated[float, BeforeValidator(_no_bool)]
 Positive = Annotated[Whole, Field(ge=1)]
+Sizes = Annotated[list[Positive], BeforeValidator(_as_sizes), AfterValidator(_ascending)]
 NonNegative = Annotated[Whole, Field(ge=0)]
 Fraction = Annotated[Real, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[Real, Field(ge=0.0, lt=1.0)]
@@ -203,6 +213,9 @@ class ExportConfig:
     `modelopt` have one scale per weight; `bf16` is merged only; `adapter` is not merged."""
     target: Literal["vllm", "sglang", "lmdeploy", "tensorrt_llm", "transformers"] | None = None
     """Engine that will serve the export: formats that it can't load are refused."""
+    tp: Sizes = Field(default_factory=list)
+    """Numbers of GPUs that an engine will split the export over, such as `[1,2,4,8]`: refused where
+    heads or FP8 blocks do not divide. Left out, the report says which of 1, 2, 4 and 8 fit."""
     max_shard_size: str = "5GB"
     """Largest safetensors shard."""
     exclude: Names = Field(default_factory=list)

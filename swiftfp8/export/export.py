@@ -56,6 +56,7 @@ from swiftfp8.export.targets import (
     why_no_reload,
 )
 from swiftfp8.export.task_base import copy_task_file
+from swiftfp8.export.tp import SIZES, judge_tp, require_tp
 from swiftfp8.export.verify import (
     ReadBack,
     ReloadCheck,
@@ -164,6 +165,7 @@ def export_checkpoint(
             calibration=calibration,
             warnings=(*format_warnings(layout.format), *warnings),
             reused=journal.reused,
+            tensor_parallel=tuple(judge_tp(source, layout, settings.tp or SIZES)),
             seconds=clock.seconds,
             stages=clock.stages,
         )
@@ -215,7 +217,9 @@ def _describe(
     if settings.format == "auto":
         name, why = pick_format(source, options, settings.target)
     export_format = find_format(name)
-    return export_format, options, export_format.describe(source, options), why
+    layout = export_format.describe(source, options)
+    require_tp(source, layout, options, settings.tp)
+    return export_format, options, layout, why
 
 
 def _require_speech(source: Source, settings: ExportConfig, export_format: ExportFormat) -> None:

@@ -18,6 +18,7 @@ from swiftfp8.export.calibrate import Calibration
 from swiftfp8.export.fidelity import Fidelity
 from swiftfp8.export.layout import LayerError
 from swiftfp8.export.staging import REPORT_NAME
+from swiftfp8.export.tp import TpVerdict, tp_text
 from swiftfp8.export.verify import ReadBack, ReloadCheck, reload_text
 
 _WORST_SHOWN = 5
@@ -62,6 +63,7 @@ class ExportReport:
     calibration: Calibration | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
     reused: int = 0
+    tensor_parallel: tuple[TpVerdict, ...] = ()
 
     def to_json(self) -> str:
         """All of it as JSON; paths as text, an infinite SQNR as null."""
@@ -118,6 +120,8 @@ class ExportReport:
             counts = Counter(self.kept.values()).most_common()
             reasons = "; ".join(f"{count} {reason}" for reason, count in counts)
             rows.append(("BF16 linears", f"{len(self.kept)}: {reasons}"))
+        if self.tensor_parallel:
+            rows.append(("tensor parallel", tp_text(self.tensor_parallel)))
         rows.append(("reload", self._reload_text()))
         if self.fidelity:
             f = self.fidelity
