@@ -10,8 +10,8 @@ keeps both. With `tuner=full` weights stay in c (FP16 trains FP32 ones), and Tra
 FP8 copies, with their transposes, live from the forward to the backward pass on top.
 
 **What is trained.** LoRA: FP32 adapters, gradients, two Adam moments: 16 bytes a parameter. Full:
-the gradient in the weight's dtype, two moments in FP32, and 2 bytes that make a BF16 weight an
-exact FP32 master (train/masters.py); BF16 without masters keeps its moments in BF16.
+the gradient in the weight's dtype, two moments in FP32 or BF16, and 2 bytes that make a BF16 weight
+an exact FP32 master (train/masters.py); BF16 without masters keeps its moments in BF16.
 
 **Activations and logits** are counted in activations.py. The estimate is what is kept until the
 backward pass, and the larger of two things that pass: the logits, and one layer's backward.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 MOST_ROWS = 2**20
-MASTER_BYTES = 4 + 4 + 2  # moments in FP32, a master's remainder
+MASTER_BYTES = {"fp32": 4 + 4 + 2, "bf16": 2 + 2 + 2}  # two moments, a master's remainder
 # What the framework takes beside tensors: CUDA context and cuBLAS, or Python and its libraries.
 WORKSPACE_GIB = {"cuda": 0.75, "cpu": 0.5}
 # Share of a device that tensors can fill: the rest is lost to fragments, or to other programs.
@@ -93,17 +93,19 @@ def estimate_memory(
     attn_implementation: str = "sdpa",
     packing: bool = False,
     master_weights: bool = False,
+    state_dtype: str = "fp32",
 ) -> MemoryEstimate:
     """Estimate the peak of a step of `micro_batch` rows of `max_length` tokens.
 
     `layers` is the plan of every linear. `lora_rank` is ignored where no layer has LoRA.
     `checkpointing` is "none", "selective" or "full"; `fused_layers` decoder layers are run as one
-    function by the torch backend. `master_weights`: trained BF16 weights have FP32 masters.
+    function by the torch backend. `master_weights`: trained BF16 weights have FP32 masters,
+    and moments of `state_dtype`, "fp32" or "bf16".
     """
     c = DTYPE_BYTES[compute_dtype]
     fixed = _without_tokens(meta, hardware, layers, c, compute_dtype, backend, tuner, lora_rank)
     if master_weights:
-        fixed = replace(fixed, optimizer=meta.total_params * MASTER_BYTES / GIB)
+        fixed = replace(fixed, optimizer=meta.total_params * MASTER_BYTES[state_dtype] / GIB)
     job = Job(
         c=c,
         device=hardware.device,

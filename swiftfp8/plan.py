@@ -171,6 +171,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         attn_implementation=config.attn_implementation,
         packing=config.packing,
         master_weights=master_weights,
+        state_dtype=config.optim.state_dtype,
         fused_loss=loss.fused,
     )
     checkpointing, checkpointing_reason, memory = plan_checkpointing(
@@ -205,6 +206,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         fusion=fusion,
         decoder_coverage=coverage_of([layer for layer in layers if layer.name not in outputs]),
         master_weights=master_weights,
+        state_dtype=config.optim.state_dtype if master_weights else "fp32",
         cpu_threads=_cpu_threads(hardware, meta),
         memory=memory,
         fallbacks=granted.fallbacks,

@@ -67,6 +67,12 @@ def general_notes(
             "BF16 weights without FP32 masters: updates below half a BF16 step, most of them at a "
             "usual learning rate, are lost (optim.master_weights=false)"
         )
+    masters = trains_bf16(config, granted) and config.optim.master_weights
+    if config.optim.state_dtype != "fp32" and not masters:
+        notes.append(
+            f"optim.state_dtype={config.optim.state_dtype} has no effect: it is for BF16 weights "
+            "that are trained on FP32 masters (tuner=full)"
+        )
     if memory.total > memory.available:
         smaller = (
             f"per_device_train_batch_size={memory.largest_micro_batch} fits"

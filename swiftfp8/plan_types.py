@@ -94,6 +94,7 @@ class Plan:
     fusion: FusionPlan = NO_FUSION
     decoder_coverage: float = 0.0
     master_weights: bool = False  # BF16 weights are trained on exact FP32 masters
+    state_dtype: str = "fp32"  # of Adam's moments beside the masters: "fp32" or "bf16"
     cpu_threads: int | None = None  # None leaves torch's choice
     task: str = "sft"
     head: Head | None = None  # of task=seq_cls and reward

@@ -139,6 +139,7 @@ def _header(plan: Plan) -> Text:
     tuning = "every weight trained"
     if plan.master_weights:
         tuning += ", BF16 with exact FP32 masters"
+        tuning += f", Adam's moments in {plan.state_dtype.upper()}"
     if plan.lora is not None:
         tuning = f"LoRA r={plan.lora.rank} on {len(plan.lora.targets)} linears"
     lines = Text()

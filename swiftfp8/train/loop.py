@@ -298,6 +298,7 @@ class FP8Trainer(transformers.Trainer):
         """transformers' choice and groups, but on FP32 masters where the plan says so."""
         if self.session.plan.master_weights and self.optimizer is None:
             _, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            options["state_dtype"] = self.session.plan.state_dtype
             self.optimizer_cls_and_kwargs = (MasterAdamW, options)
         return super().create_optimizer(*args, **kwargs)
 

@@ -17,32 +17,44 @@ exponent as rounding should; r's bits are m's lower half as they are. (Ties to e
 r = +0x8000 as well.) A NaN is made the quiet NaN 0x7fc00000 first: of a GPU's NaN, 0x7fffffff, the
 carry would make -0.0. Masters above BF16's largest number round to infinity, as in any cast.
 
-The moments are FP32. Masters exist for one batch of weights at a time, so a step needs at most
-`BATCH` x 12 bytes beside its 2 + 2 + 8 bytes a parameter; the arithmetic on them is
-`torch.optim.AdamW`'s own.
+The moments are FP32, or BF16 that is rounded stochastically (to nearest, the second moment could
+not decay). On a GPU a large BF16 weight is stepped by one kernel (precision/kernels/adamw.py) that
+puts masters together on the fly. Everything else is stepped by torch's own AdamW: masters, and FP32
+copies of BF16 moments, exist for one batch of weights at a time, so that needs at most `BATCH` x 12
+bytes (20 with BF16 moments) beside the state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.adamw import adamw
 
+from swiftfp8.precision.kernels import _triton
+from swiftfp8.precision.kernels.adamw import adamw_step_
+from swiftfp8.train.rounding import store_rounded
+
 BATCH = 1 << 24
 """Weights whose masters exist at the same time."""
 _ALIGN = 64  # elements, so that vector loads of a piece are aligned
-_STATE_DTYPES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+KERNEL_SIZE = 1 << 16
+"""Weights from which on a tensor is worth a launch of its own."""
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class MasterAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` whose BF16 parameters are rounded copies of exact FP32 masters.
 
     The state of a BF16 parameter holds its `remainder` (int16) beside `step`, `exp_avg` and
-    `exp_avg_sq` (FP32). FP32 parameters are stepped as torch's AdamW steps them. Parameters have
-    to be contiguous.
+    `exp_avg_sq`, which are FP32 or, with `state_dtype="bf16"`, BF16 for every parameter. FP32
+    parameters are stepped as torch's AdamW steps them. Parameters have to be contiguous.
+    `foreach` and `fused` choose torch's implementation where torch steps.
+
+    A step's rounding noise depends on `step`, the parameter's place among all, and the element; a
+    loaded state goes on bit for bit on the same kind of device.
 
     `lacked_masters` tells, after `load_state_dict`, how many BF16 parameters of the state had no
     remainder: their masters begin at the BF16 weights.
@@ -58,7 +70,11 @@ class MasterAdamW(torch.optim.AdamW):
         *,
         foreach: bool | None = None,
         fused: bool | None = None,
+        state_dtype: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
+        if state_dtype not in _STATE_DTYPES:
+            raise ValueError(f"state_dtype is fp32 or bf16, not {state_dtype}")
+        self.state_dtype = state_dtype
         self.lacked_masters = 0
         super().__init__(params, lr, betas, eps, weight_decay, foreach=foreach, fused=fused)
         # Gradients are in BF16, without a loss scale: no scaler may be folded into the step.
@@ -84,14 +100,20 @@ class MasterAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        place = 0
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                self._begin(parameter, on_device=bool(group["fused"]))
-            pieces = (piece for p in parameters for piece in _split(p, self.state[p]))
+            placed = [(i, p) for i, p in enumerate(group["params"], place) if p.grad is not None]
+            place += len(group["params"])
+            for _, parameter in placed:
+                self._begin(parameter, group)
+            for position, parameter in placed:
+                if _has_kernel(parameter):
+                    _step_by_kernel(parameter, self.state[parameter], position, group)
+            rest = [(i, p) for i, p in placed if not _has_kernel(p)]
+            pieces = (piece for i, p in rest for piece in _split(p, self.state[p], i))
             for batch in _batches(pieces):
                 _step(batch, group)
-            for parameter in parameters:
+            for _, parameter in placed:
                 self.state[parameter]["step"] += 1
         return loss
 
@@ -104,6 +126,8 @@ class MasterAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or one of torch's AdamW, which has no masters.
 
+        Moments of another dtype are converted; BF16 ones begin at the nearest values.
+
         torch's own loader casts every tensor of the state to its parameter's dtype, remainders
         and moments too, so the tensors are put in place here.
         """
@@ -114,29 +138,29 @@ class MasterAdamW(torch.optim.AdamW):
         for index, (parameter, group) in zip(saved, own, strict=True):
             if index in state_dict["state"]:
                 values = state_dict["state"][index]
-                self.state[parameter] = self._restored(parameter, values, bool(group["fused"]))
+                self.state[parameter] = self._restored(parameter, values, group)
 
-    def _begin(self, parameter: torch.Tensor, *, on_device: bool) -> None:
+    def _begin(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
         """The state of a parameter that has none yet: its master is the weight."""
         state = self.state[parameter]
         if state:
             return
-        device = parameter.device if on_device else "cpu"
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        state["step"] = torch.zeros((), device=_step_device(parameter, group))
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(parameter, dtype=_STATE_DTYPES[self.state_dtype])
         if parameter.dtype == torch.bfloat16:
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
 
     def _restored(
-        self, parameter: torch.Tensor, values: Mapping[str, Any], on_device: bool
+        self, parameter: torch.Tensor, values: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for key, dtype in _STATE_DTYPES.items():
+        for key in ("exp_avg", "exp_avg_sq"):
             # A copy: the caller's tensors must not be trained on.
+            dtype = _STATE_DTYPES[self.state_dtype]
             state[key] = values[key].to(parameter.device, dtype, copy=True)
         step = torch.as_tensor(values["step"], dtype=torch.float32)
-        state["step"] = step.to(parameter.device if on_device else "cpu", copy=True)
+        state["step"] = step.to(_step_device(parameter, group), copy=True)
         if parameter.dtype == torch.bfloat16:
             remainder = values.get("remainder")
             # Any other dtype went through an optimizer that knows nothing of remainders.
@@ -150,6 +174,18 @@ class MasterAdamW(torch.optim.AdamW):
 def drop_masters(optimizer: torch.optim.Optimizer) -> int:
     """Free remainders that another optimizer loaded and can't use; returns how many."""
     return sum(state.pop("remainder", None) is not None for state in optimizer.state.values())
+
+
+def _has_kernel(parameter: torch.Tensor) -> bool:
+    """Whether the parameter is stepped by a launch of its own."""
+    large = parameter.dtype == torch.bfloat16 and parameter.numel() >= KERNEL_SIZE
+    return large and _triton.MISSING is None and _triton.runs_triton(parameter)
+
+
+def _step_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Where the count of steps is read: by torch's fused kernel on the device, else by Python."""
+    on_device = bool(group["fused"]) and not _has_kernel(parameter)
+    return parameter.device if on_device else torch.device("cpu")
 
 
 def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
@@ -177,6 +213,8 @@ class _Piece:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     step: torch.Tensor  # a copy, which the step counts up
+    position: int  # of the parameter among all
+    start: int  # of the stretch in the parameter
     remainder: torch.Tensor | None = None  # None where the weight is FP32, its own master
 
     @property
@@ -185,7 +223,32 @@ class _Piece:
         return -(-self.weight.numel() // _ALIGN) * _ALIGN
 
 
-def _split(parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Iterator[_Piece]:
+def _step_by_kernel(
+    parameter: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    position: int,
+    group: Mapping[str, Any],
+) -> None:
+    """AdamW on one BF16 parameter; the state's count of steps is left as it is."""
+    assert parameter.grad is not None
+    adamw_step_(
+        parameter.detach(),
+        state["remainder"],
+        parameter.grad.contiguous(),
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        step=int(state["step"].item()) + 1,
+        position=position,
+        lr=float(group["lr"]),
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+    )
+
+
+def _split(
+    parameter: torch.Tensor, state: Mapping[str, torch.Tensor], position: int
+) -> Iterator[_Piece]:
     """Pieces of at most `BATCH` weights."""
     gradient = parameter.grad
     assert gradient is not None
@@ -196,7 +259,7 @@ def _split(parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Iterat
     flat["gradient"] = gradient.reshape(-1)
     for start in range(0, parameter.numel(), BATCH):
         cut = {key: tensor[start : start + BATCH] for key, tensor in flat.items()}
-        yield _Piece(step=state["step"].clone(), **cut)
+        yield _Piece(step=state["step"].clone(), position=position, start=start, **cut)
 
 
 def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
@@ -232,11 +295,13 @@ def _step(batch: list[_Piece], group: Mapping[str, Any]) -> None:
         view.view(torch.int32).add_(piece.remainder)
     master_of = {id(piece): view for piece, view in zip(rounded, views, strict=True)}
     beta1, beta2 = group["betas"]
+    averages = [piece.exp_avg.float() for piece in batch]  # themselves, where they are FP32
+    squares = [piece.exp_avg_sq.float() for piece in batch]
     adamw(
         [master_of.get(id(piece), piece.weight) for piece in batch],
         [piece.gradient.float() for piece in batch],
-        [piece.exp_avg for piece in batch],
-        [piece.exp_avg_sq for piece in batch],
+        averages,
+        squares,
         [],
         [piece.step for piece in batch],
         foreach=group["foreach"],
@@ -249,6 +314,10 @@ def _step(batch: list[_Piece], group: Mapping[str, Any]) -> None:
         eps=group["eps"],
         maximize=False,
     )
+    for piece, average, square in zip(batch, averages, squares, strict=True):
+        if piece.exp_avg.dtype == torch.bfloat16:
+            pairs = ((piece.exp_avg, average), (piece.exp_avg_sq, square))
+            store_rounded(pairs, piece.step, piece.position, piece.start)
     _write_back(
         buffer,
         [(s, piece.weight, piece.remainder) for s, piece in zip(starts, rounded, strict=True)],  # type: ignore[misc]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from model_kit import rule_batch, tiny_llama
 
-from swiftfp8.train import masters
+from swiftfp8.train import masters, rounding
 from swiftfp8.train.masters import MasterAdamW, join_master, split_master
+from swiftfp8.train.rounding import store_rounded
 
 INF_BITS = 0x7F800000
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -139,9 +140,12 @@ def test_fp16_weights_and_views_are_refused():
         MasterAdamW([torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16).t())])
 
 
-def test_a_loaded_state_goes_on_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_a_loaded_state_goes_on_bit_for_bit(tmp_path, state_dtype, fused):
     first, second = parameters(), parameters()
-    optimizer, other = MasterAdamW(first, **OPTIONS), MasterAdamW(second, **OPTIONS)
+    options = OPTIONS | {"state_dtype": state_dtype, "fused": fused}
+    optimizer, other = MasterAdamW(first, **options), MasterAdamW(second, **options)
     for step in range(3):
         give_gradients([first], step)
         optimizer.step()
@@ -180,6 +184,104 @@ def test_a_state_without_masters_starts_them_at_the_weights():
             assert torch.equal(optimizer.master(weight), weight.detach().float())
             assert optimizer.state[weight]["exp_avg"].dtype == torch.float32
         optimizer.step()
+
+
+def test_bf16_moments_follow_fp32s_in_the_mean_and_decay():
+    """Constant gradients, then none. Rounded to nearest, the second moment would not decay."""
+    size, beta1, beta2 = 1 << 14, 0.9, 0.999
+    weights = [
+        torch.nn.Parameter(torch.zeros(size, dtype=d)) for d in (torch.bfloat16, torch.float)
+    ]
+    optimizer = MasterAdamW(weights, lr=1e-4, betas=(beta1, beta2), state_dtype="bf16")
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 0.3)
+    for _ in range(100):
+        optimizer.step()
+    for weight in weights:
+        gradient, state = weight.grad[0].double().item(), optimizer.state[weight]
+        expected = {
+            "exp_avg": gradient * (1 - beta1**100),
+            "exp_avg_sq": gradient**2 * (1 - beta2**100),
+        }
+        for key, value in expected.items():
+            assert state[key].dtype == torch.bfloat16
+            moments = state[key].double()
+            standard_error = (moments.std() / size**0.5).item()
+            assert 0 < standard_error < 1e-3 * value
+            assert abs(moments.mean().item() - value) < 3.5 * standard_error
+        weight.grad.zero_()
+    before = [optimizer.state[weight]["exp_avg_sq"].double().mean() for weight in weights]
+    for _ in range(300):
+        optimizer.step()
+    for weight, start in zip(weights, before, strict=True):
+        left = (optimizer.state[weight]["exp_avg_sq"].double().mean() / start).item()
+        assert left == pytest.approx(beta2**300, rel=2e-3)  # 0.741
+    nearest = torch.full((8,), 0.01).bfloat16()
+    assert torch.equal(nearest * beta2, nearest)  # what makes all this needed
+
+
+def test_rounding_goes_up_as_often_as_it_should_and_keeps_nan():
+    """For each share of a BF16 step that is cut off, whatever the sign."""
+    shares = torch.tensor([0, 1, 0x100, 0x4000, 0x8000, 0xC000, 0xFFFF])
+    bits = (0x3F800000 + shares).to(torch.int32)
+    for sign in (1.0, -1.0):
+        value = (bits.view(torch.float32) * sign).repeat_interleave(1 << 14)
+        outs = [torch.empty(value.shape, dtype=torch.bfloat16) for _ in range(2)]
+        store_rounded(((outs[0], value), (outs[1], value)), torch.tensor(7.0), 3, 11)
+        for out in outs:
+            up = (out.float().abs() > 1).float().view(len(shares), -1).mean(1)
+            expected = shares / 65536
+            error = (expected * (1 - expected) / (1 << 14)).sqrt()
+            assert ((up - expected).abs() <= 4 * error).all()
+        assert not torch.equal(*outs)
+    hard = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, -0x800000], dtype=torch.int32)
+    hard = hard.view(torch.float32)
+    out = torch.empty(4, dtype=torch.bfloat16)
+    store_rounded(((out, hard), (out.clone(), hard)), torch.tensor(1.0), 0, 0)
+    assert out.isnan().tolist() == [True, True, False, False]
+    assert out[2:].tolist() == [torch.inf, -torch.inf]
+
+
+def test_noise_does_not_depend_on_how_a_step_is_cut(monkeypatch):
+    """Nor is it that of another step, another parameter, or another element."""
+    value = torch.full((3000,), 1.0 + 2**-8)
+
+    def drawn(step: int, position: int, start: int = 0) -> torch.Tensor:
+        outs = [torch.empty(3000 - start, dtype=torch.bfloat16) for _ in range(2)]
+        first, second = ((out, value[start:]) for out in outs)
+        store_rounded((first, second), torch.tensor(float(step)), position, start)
+        return outs[0]
+
+    whole = drawn(1, 0)
+    assert torch.equal(drawn(1, 0, start=1234), whole[1234:])
+    monkeypatch.setattr(rounding, "_CHUNK", 700)
+    assert torch.equal(drawn(1, 0), whole)
+    for other in (drawn(2, 0), drawn(1, 1), torch.cat([whole[1:], whole[:1]])):
+        assert 0.45 < (other == whole).float().mean() < 0.55
+
+
+def test_moments_of_either_kind_are_loaded_into_the_other():
+    ours = parameters()
+    exact = MasterAdamW(ours, **OPTIONS)
+    give_gradients([ours], 0)
+    exact.step()
+    rounded = MasterAdamW(ours, **OPTIONS, state_dtype="bf16")
+    rounded.load_state_dict(exact.state_dict())
+    for weight in ours:
+        before, after = exact.state[weight], rounded.state[weight]
+        assert torch.equal(before["exp_avg"].bfloat16(), after["exp_avg"])
+        assert torch.equal(before["exp_avg_sq"].bfloat16(), after["exp_avg_sq"])
+        assert torch.equal(before["remainder"], after["remainder"]) and after["step"] == 1
+    rounded.step()
+    back = MasterAdamW(ours, **OPTIONS)
+    back.load_state_dict(rounded.state_dict())
+    for weight in ours:
+        before, after = rounded.state[weight], back.state[weight]
+        assert after["exp_avg"].dtype == after["exp_avg_sq"].dtype == torch.float32
+        assert torch.equal(before["exp_avg_sq"].float(), after["exp_avg_sq"]) and after["step"] == 2
+    back.step()
+    with pytest.raises(ValueError, match="fp32 or bf16, not fp8"):
+        MasterAdamW(ours, state_dtype="fp8")
 
 
 def learn(model: Any, optimizer: torch.optim.Optimizer, steps: int = 200) -> float:

@@ -146,6 +146,9 @@ def test_full_tuning_pays_for_every_parameter() -> None:
         "h200", meta, tuner="full", dtype="bf16", optim=OptimConfig(master_weights=False), **STEP
     ).memory
     assert plain.optimizer == 2 * plain.weights
+    small = OptimConfig(state_dtype="bf16")
+    rounded = plan_for("h200", meta, tuner="full", dtype="bf16", optim=small, **STEP).memory
+    assert rounded.optimizer * GIB == 6 * meta.total_params
     fp8 = plan_for("h200", meta, tuner="full", **STEP).memory
     assert fp8.transposes == pytest.approx(2 * LINEARS_GIB, rel=0.01)
     assert fp8.activations < memory.activations  # inputs are kept in FP8

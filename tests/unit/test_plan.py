@@ -587,6 +587,22 @@ def test_masters_that_are_switched_off_are_noted() -> None:
     assert not any("masters" in note for note in plan_for("h200", optim=off).notes)
 
 
+def test_moments_in_bf16_are_planned_or_have_no_effect() -> None:
+    small = OptimConfig(state_dtype="bf16")
+    plan = plan_for("h200", tuner="full", optim=small)
+    assert plan.state_dtype == "bf16"
+    assert "FP32 masters, Adam's moments in BF16" in " ".join(printed(plan).split())
+    assert not any("state_dtype" in note for note in plan.notes)
+    for hardware, options in (
+        ("h200", {"optim": small}),
+        ("v100", {"tuner": "full", "optim": small}),
+        ("h200", {"tuner": "full", "optim": replace(small, master_weights=False)}),
+    ):
+        plan = plan_for(hardware, **options)
+        assert plan.state_dtype == "fp32"
+        assert any("optim.state_dtype=bf16 has no effect" in note for note in plan.notes)
+
+
 def test_group_names() -> None:
     plan = plan_for("h200", precision={"exclude": ["layers.2.mlp.*", "layers.4.mlp.*"]})
     names = [name for name, _ in group_layers(plan.layers)]

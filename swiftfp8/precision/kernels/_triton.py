@@ -25,9 +25,11 @@ except ImportError as error:  # a CPU build of PyTorch comes without Triton
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
+def jit(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`triton.jit`, or the bare function where there is no Triton to launch it."""
-    return kernel if triton is None else triton.jit(kernel)
+    if kernel is None:
+        return lambda kernel: jit(kernel, **options)
+    return kernel if triton is None else triton.jit(kernel, **options)
 
 
 def runs_triton(x: torch.Tensor) -> bool:

@@ -54,14 +54,25 @@ def optimizer_state(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fp8", "name"), [(False, "adamw_torch"), (True, "adamw_torch"), (False, "adamw_torch_fused")]
+    ("fp8", "name", "moments"),
+    [
+        (False, "adamw_torch", "fp32"),
+        (True, "adamw_torch", "fp32"),
+        (False, "adamw_torch_fused", "fp32"),
+        (False, "adamw_torch", "bf16"),
+    ],
 )
-def test_an_interrupted_run_goes_on_exactly(tmp_path, fp8, name):
+def test_an_interrupted_run_goes_on_exactly(tmp_path, fp8, name, moments):
     config = small_steps(optim={"name": name}, train={"save_steps": 4})
-    whole, _ = train(tmp_path / "whole", config, model=bf16_model(fp8=fp8))
+
+    def planned() -> tuple[Any, Plan]:
+        model, plan = bf16_model(fp8=fp8)
+        return model, replace(plan, state_dtype=moments)
+
+    whole, _ = train(tmp_path / "whole", config, model=planned())
     parts = tmp_path / "parts"
-    train(parts, config, model=bf16_model(fp8=fp8))
-    _, shown = train(parts, config, model=bf16_model(fp8=fp8), resume=parts / "checkpoint-4")
+    train(parts, config, model=planned())
+    _, shown = train(parts, config, model=planned(), resume=parts / "checkpoint-4")
     assert "resuming at step 4" in shown and "masters" not in shown
     assert lines(parts) == lines(tmp_path / "whole")
     first, second = whole.last_checkpoint, parts / "checkpoint-8"
@@ -72,7 +83,8 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path, fp8, name):
     for index, values in states[0].items():
         assert values["remainder"].dtype == torch.int16
         assert values["remainder"].count_nonzero() > 0
-        assert values["exp_avg"].dtype == values["exp_avg_sq"].dtype == torch.float32
+        dtype = torch.bfloat16 if moments == "bf16" else torch.float32
+        assert values["exp_avg"].dtype == values["exp_avg_sq"].dtype == dtype
         for key, value in values.items():
             assert torch.equal(value, states[1][index][key]), key
 
