@@ -10,7 +10,8 @@ or 4, or 16 with BF16 moments. With g the gradient, all in FP32, as torch.optim.
 
 The compiler contracts products and sums, which moves a master by an ulp or two of its own a step.
 Root and quotient are the GPU's approximate ones (exact ones double the instructions) and
-sqrt(1 - beta2^t) is multiplied with as its inverse: 2^-20 of the update at most.
+sqrt(1 - beta2^t) is multiplied with as its inverse: 2^-20 of the update at most. The root of a v
+below 2^-126 is 0, which only eps = 0 could tell.
 
 **BF16 moments** are rounded stochastically: up with the probability of the share of a BF16 step
 that is cut off. Rounded to nearest, v would stay where it is whenever it loses less than 1/512 of
