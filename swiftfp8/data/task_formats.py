@@ -268,8 +268,8 @@ def _prompt(row: Row) -> list[Message] | None:
     if isinstance(turns, list):
         return _with_system(row, [read_turn(turn, k) for k, turn in enumerate(turns, start=1)])
     asked = read_question(row)
-    if asked is None and column is not None:
-        require_text(row[column], column)
+    if column is not None:
+        require_text(row[column] if asked is None else asked[-1]["content"], column)
     return asked
 
 

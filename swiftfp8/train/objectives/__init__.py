@@ -22,16 +22,16 @@ def build_objective(model: Any, plan: Plan, config: Config) -> Objective | None:
         from swiftfp8.train.objectives.classify import Classification
 
         assert plan.head is not None and plan.head.problem_type is not None
-        return Classification(plan.head.problem_type, plan.head.num_labels)
+        return Classification(plan.head.problem_type, plan.head.num_labels, masks=plan.encoder)
     if plan.task == "reward":
         from swiftfp8.train.objectives.reward import Reward
 
-        return Reward(config.rlhf.center_rewards_coefficient)
+        return Reward(config.rlhf.center_rewards_coefficient, masks=plan.encoder)
     if plan.task == "embedding":
         from swiftfp8.train.objectives.embed import Embedding
 
         assert plan.pooling is not None
-        return Embedding(plan.pooling, config.embedding.temperature)
+        return Embedding(plan.pooling, config.embedding.temperature, masks=plan.encoder)
     from swiftfp8.train.objectives.prefer import Preferring, Rating
 
     return (Rating if rates_answers(config) else Preferring)(model, config.rlhf)

@@ -54,6 +54,12 @@ def finish(objective: Objective, sums: Sums) -> dict[str, float]:
     return objective.metrics({name: value.cpu() for name, value in sums.items()}) if sums else {}
 
 
-def run_model(model: Any, batch: Batch) -> Any:
-    """The model's own outputs for a batch of padded sequences."""
-    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+def run_model(model: Any, batch: Batch, *, masks: bool) -> Any:
+    """The model's own outputs for a batch of sequences, padded on the right.
+
+    An encoder must be told what is padding; causal attention never sees it, and is faster without
+    a mask.
+    """
+    if masks:
+        return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    return model(input_ids=batch["input_ids"])

@@ -17,9 +17,10 @@ from swiftfp8.train.objectives._objective import Batch, Outcome, Sums, run_model
 class Classification:
     """Objective of a classifier or a regressor."""
 
-    def __init__(self, problem_type: str, num_labels: int) -> None:
+    def __init__(self, problem_type: str, num_labels: int, *, masks: bool = True) -> None:
         self._problem = problem_type
         self._labels = num_labels
+        self._masks = masks
 
     def rows(self, batch: Batch) -> int:
         """Rows."""
@@ -27,7 +28,10 @@ class Classification:
 
     def run(self, model: Any, batch: Batch) -> Outcome:
         """One forward pass."""
-        logits, targets = run_model(model, batch).logits.float(), batch["targets"]
+        logits, targets = (
+            run_model(model, batch, masks=self._masks).logits.float(),
+            batch["targets"],
+        )
         if self._problem == "regression":
             values = logits[:, 0]
             loss = functional.mse_loss(values, targets, reduction="sum")

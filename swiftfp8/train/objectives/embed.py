@@ -35,9 +35,10 @@ def pool(hidden_BTK: torch.Tensor, mask_BT: torch.Tensor, pooling: str) -> torch
 class Embedding:
     """Objective of an embedding model."""
 
-    def __init__(self, pooling: str, temperature: float) -> None:
+    def __init__(self, pooling: str, temperature: float, *, masks: bool = True) -> None:
         self._pooling = pooling
         self._temperature = temperature
+        self._masks = masks
 
     def rows(self, batch: Batch) -> int:
         """Anchors."""
@@ -46,7 +47,7 @@ class Embedding:
     def run(self, model: Any, batch: Batch) -> Outcome:
         """Anchors, positives and negatives in one forward pass."""
         rows = self.rows(batch)
-        hidden = run_model(model, batch).last_hidden_state
+        hidden = run_model(model, batch, masks=self._masks).last_hidden_state
         vectors = pool(hidden, batch["attention_mask"], self._pooling)
         similarity = vectors[:rows] @ vectors[rows:].t()
         wanted = torch.arange(rows, device=similarity.device)

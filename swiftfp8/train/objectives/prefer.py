@@ -8,7 +8,7 @@ built; or log-probabilities that were computed before training (`ref_logps` of a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,22 +153,19 @@ def _reference(inner: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torc
     if "ref_logps" in batch:
         first, second = batch["ref_logps"].chunk(2)
         return first, second
+    assert hasattr(inner, "disable_adapter"), "the plan asks for precompute_ref with tuner=full"
     with as_reference(inner):
         first, second = answer_log_probs(model, batch).chunk(2)
     return first, second
 
 
 def _adapter_off(model: Any) -> Any:
-    assert hasattr(model, "disable_adapter"), "the plan asks for precompute_ref with tuner=full"
-    return model.disable_adapter()
+    return model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
 
 
 def _log_probs(model: Any, batch: Batch, labels: torch.Tensor) -> torch.Tensor:
-    log_probs: torch.Tensor = model(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        score_labels=labels,
-    )
+    """No mask: causal attention sees no padding on the right."""
+    log_probs: torch.Tensor = model(input_ids=batch["input_ids"], score_labels=labels)
     return log_probs
 
 

@@ -17,8 +17,9 @@ from swiftfp8.train.objectives._objective import Batch, Outcome, Sums, run_model
 class Reward:
     """Objective of a reward model: chosen answers above rejected ones in a batch of 2B rows."""
 
-    def __init__(self, center: float = 0.0) -> None:
+    def __init__(self, center: float = 0.0, *, masks: bool = True) -> None:
         self._center = center
+        self._masks = masks
 
     def rows(self, batch: Batch) -> int:
         """Pairs."""
@@ -26,7 +27,8 @@ class Reward:
 
     def run(self, model: Any, batch: Batch) -> Outcome:
         """Both answers in one forward pass."""
-        chosen, rejected = run_model(model, batch).logits.float()[:, 0].chunk(2)
+        scores = run_model(model, batch, masks=self._masks).logits.float()[:, 0]
+        chosen, rejected = scores.chunk(2)
         losses = -logsigmoid(chosen - rejected)
         if self._center:
             losses = losses + self._center * (chosen + rejected) ** 2
