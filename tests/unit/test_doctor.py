@@ -9,6 +9,8 @@ from swiftfp8 import engine
 from swiftfp8.doctor import NOT_READY, READY, advice, doctor, report
 from swiftfp8.hardware import ALL_FP8, Hardware, parse_hardware
 
+pytestmark = pytest.mark.usefixtures("te_alone")
+
 
 def text_and_code(hardware: Hardware) -> tuple[str, int]:
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""Which engine `precision.backend=auto` takes, under today's order and under the other one."""
+"""Which engine `precision.backend=auto` takes, under each order of engines."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ def torch_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "AUTO_ENGINES", ("torch", "te"))
 
 
-def test_today_auto_is_transformer_engine_or_no_fp8() -> None:
-    assert engine.AUTO_ENGINES == ("te",)
+def test_the_default_order_is_one_that_is_tested_here() -> None:
+    assert engine.AUTO_ENGINES in (("te",), ("torch", "te"))
+
+
+@pytest.mark.usefixtures("te_alone")
+def test_te_alone_is_transformer_engine_or_no_fp8() -> None:
     plan = plan_for("h200", qwen_7b())
     assert plan.backend == "te" and not any("backend=auto" in note for note in plan.notes)
     assert plan_for(WITHOUT_TE, qwen_7b()).backend is None

@@ -14,6 +14,7 @@ from swiftfp8.hardware import GIB, parse_hardware
 from swiftfp8.memory import MemoryEstimate
 from tests.plan_kit import decoder_meta, plan_for, qwen_7b, qwen_half_b
 
+pytestmark = pytest.mark.usefixtures("te_alone")
 STEP = {
     "lora_rank": 16,
     "per_device_train_batch_size": 4,

@@ -14,6 +14,7 @@ from swiftfp8.plan import FP8_RECIPES, LayerPlan, Plan
 from swiftfp8.report.plan_table import group_layers, plan_to_json, precision_report, print_plan
 from tests.plan_kit import decoder_meta, map_linears, plan_for, qwen_7b, qwen_half_b, resize
 
+pytestmark = pytest.mark.usefixtures("te_alone")
 NATIVE_BF16 = {"bf16": "this CPU has no native BF16"}
 
 

@@ -13,6 +13,8 @@ from swiftfp8.plan import Plan
 from swiftfp8.speed import step_seconds
 from tests.plan_kit import decoder_meta, plan_for, qwen_7b, qwen_half_b
 
+pytestmark = pytest.mark.usefixtures("te_alone")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
