@@ -30,7 +30,7 @@ def head_notes(layers: Sequence[LayerPlan], heads: set[str], meta: ModelMeta) ->
         return []
     return [
         "precision.head=fp8: the head's weight is the embedding's too, which stays in high "
-        f"precision, so the FP8 copy takes {head.flops / GIB:.2f} GiB more"
+        f"precision, so the FP8 copy takes {max(head.flops / GIB, 0.01):.2f} GiB more"
     ]
 
 
