@@ -229,6 +229,9 @@ class ExportConfig:
     """Held-out text on which the export is compared with its BF16 merge (perplexity, KL, top-1)."""
     fidelity_tokens: Positive = 4096
     """How many tokens of it are read."""
+    kv_cache: Literal["fp8"] | None = None
+    """`fp8` measures scales for keys and values on `calibration_dataset`, and engines then keep
+    their cache in FP8 by them (`compressed_tensors`, for vLLM and SGLang)."""
     calibrate: bool = False
     """Choose the rounding of every FP8 linear by its output on real rows (`fp8_block` only)."""
     calibration_dataset: Sources = Field(default_factory=list)

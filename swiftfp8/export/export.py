@@ -27,7 +27,7 @@ from swiftfp8.export.checkpoint_io import parse_size
 from swiftfp8.export.clock import Clock
 from swiftfp8.export.fidelity import Fidelity, measure_fidelity
 from swiftfp8.export.files import copy_companions, has_tokenizer, write_config
-from swiftfp8.export.input_ranges import measure_input_amax
+from swiftfp8.export.input_ranges import measure_ranges
 from swiftfp8.export.journal import (
     ExportJournal,
     find_unfinished,
@@ -44,6 +44,7 @@ from swiftfp8.export.layout import (
 )
 from swiftfp8.export.report import ExportReport, write_report
 from swiftfp8.export.room import why_no_room
+from swiftfp8.export.scheme import kv_scales
 from swiftfp8.export.source import Source, open_source
 from swiftfp8.export.staging import check_target, is_interruption, staged
 from swiftfp8.export.stops import add_turn_ends
@@ -52,6 +53,7 @@ from swiftfp8.export.survival import require_survival
 from swiftfp8.export.targets import (
     format_warnings,
     pick_format,
+    require_kv_cache,
     require_loadable,
     why_no_reload,
 )
@@ -113,9 +115,9 @@ def export_checkpoint(
         source = open_source(model_dir, adapter_dir, trust_remote_code=context.trust_remote_code)
         export_format, options, layout, why = _describe(source, settings, context.keep)
     _require_speech(source, settings, export_format)
-    if getattr(export_format, "STATIC_INPUTS", False):
-        with clock.stage("measure inputs"):
-            options = replace(options, input_amax=_input_amax(source, layout, settings, context))
+    if _needs_rows(export_format, settings):
+        with clock.stage("measure"):
+            options = _measured(source, layout, export_format, options, settings, context)
         layout = export_format.describe(source, options)
     with (
         calibrated(
@@ -165,6 +167,7 @@ def export_checkpoint(
             calibration=calibration,
             warnings=(*format_warnings(layout.format), *warnings),
             reused=journal.reused,
+            kv_scales=kv_scales(layout.kv_amax),
             tensor_parallel=tuple(judge_tp(source, layout, settings.tp or SIZES)),
             seconds=clock.seconds,
             stages=clock.stages,
@@ -214,9 +217,18 @@ def _describe(
     options = FormatOptions(exclude=settings.exclude, keep=keep)
     name: str = settings.format
     why = "as asked"
-    if settings.format == "auto":
+    if settings.format == "auto" and settings.kv_cache:
+        name, why = "compressed_tensors", "it has a place for the scales of export.kv_cache"
+    elif settings.format == "auto":
         name, why = pick_format(source, options, settings.target)
     export_format = find_format(name)
+    if settings.kv_cache:
+        require_kv_cache(
+            name,
+            settings.target,
+            carries=getattr(export_format, "KV_CACHE", False),
+            latent=bool(source.layers.config.get("kv_lora_rank")),
+        )
     layout = export_format.describe(source, options)
     require_tp(source, layout, options, settings.tp)
     return export_format, options, layout, why
@@ -226,6 +238,7 @@ def _require_speech(source: Source, settings: ExportConfig, export_format: Expor
     """Refuse what only a language model can be measured by."""
     asked = {
         "export.calibrate=true": settings.calibrate,
+        "export.kv_cache": settings.kv_cache is not None,
         "export.fidelity_dataset": bool(settings.fidelity_dataset),
         f"export.format={settings.format}": getattr(export_format, "STATIC_INPUTS", False),
     }
@@ -238,12 +251,23 @@ def _require_speech(source: Source, settings: ExportConfig, export_format: Expor
             )
 
 
-def _input_amax(
-    source: Source, layout: Layout, settings: ExportConfig, context: ExportContext
-) -> Mapping[str, float]:
+def _needs_rows(export_format: ExportFormat, settings: ExportConfig) -> bool:
+    """Whether static scales have to be measured on text."""
+    return bool(getattr(export_format, "STATIC_INPUTS", False) or settings.kv_cache)
+
+
+def _measured(
+    source: Source,
+    layout: Layout,
+    export_format: ExportFormat,
+    options: FormatOptions,
+    settings: ExportConfig,
+    context: ExportContext,
+) -> FormatOptions:
+    """The options with what static scales are made of."""
     if context.calibration_rows is None:
         raise SwiftFP8Error(
-            f"the format {layout.format} needs rows, to measure how large activations get",
+            "a static scale needs rows, to measure how large activations get",
             where="export.calibration_dataset",
             fix="give a few hundred rows: export.calibration_dataset=[FILE] (a run has its own)",
         )
@@ -252,7 +276,15 @@ def _input_amax(
         text = calibration_text(
             rows.rows, settings.calibration_tokens, seed=rows.seed, first_token=rows.first_token
         )
-        return measure_input_amax(source, layout, text.windows_BT, device=context.device)
+        found = measure_ranges(
+            source,
+            layout,
+            text.windows_BT,
+            inputs=bool(getattr(export_format, "STATIC_INPUTS", False)),
+            keys_values=settings.kv_cache is not None,
+            device=context.device,
+        )
+    return replace(options, input_amax=found.inputs, kv_amax=found.keys_values)
 
 
 @contextmanager

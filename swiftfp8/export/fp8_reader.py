@@ -22,7 +22,7 @@ from swiftfp8.export.checkpoint_io import CheckpointReader, TensorSpec
 from swiftfp8.export.quantize import BLOCK
 
 _SUFFIXES = ("_scale_inv", "_scale")
-_INPUT_SCALES = (".input_scale", ".input_activation_scale")
+_OTHER_SCALES = (".input_scale", ".input_activation_scale", ".k_scale", ".v_scale")
 
 
 class TensorReader(Protocol):
@@ -70,7 +70,7 @@ class DequantizingReader:
         for name, spec in stored.specs.items():
             if name in self._scales:
                 self.specs[name] = TensorSpec(name=name, dtype="BF16", shape=spec.shape)
-            elif name not in hidden and not name.endswith(_INPUT_SCALES):
+            elif name not in hidden and not name.endswith(_OTHER_SCALES):
                 self.specs[name] = spec
 
     @property

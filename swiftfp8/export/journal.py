@@ -80,6 +80,8 @@ def fingerprint(
     found[_LAYOUT] = _hash_json([layout.format, tensors, layout.config])
     if layout.input_amax is not None:
         found["measured input scales"] = _hash_json(layout.input_amax)
+    if layout.kv_amax is not None:
+        found["measured scales of the cache"] = _hash_json(layout.kv_amax)
     if calibration is not None:  # the same figures for every layer: the same rounding
         found["calibrated rounding"] = _hash_json(asdict(calibration))
     return found

@@ -183,6 +183,11 @@ def _groups(names: Iterable[str]) -> list[list[str]]:
     return [[name for name in group if name in known] for group in sorted(grouped)]
 
 
+def is_language(name: str) -> bool:
+    """Whether a module is part of the language model, and not of a vision or audio tower."""
+    return not _OTHER_TOWERS.search(name)
+
+
 def linear_names(layers: ModelLayers, specs: Mapping[str, TensorSpec]) -> list[str]:
     """Modules whose 2D float weight is in the checkpoint and multiplies activations."""
     names = []

@@ -43,13 +43,15 @@ class FormatOptions:
     """The user's `exclude` patterns, and a model family's patterns with their reasons.
 
     `quantizer` replaces plain rounding; `input_amax` maps linears to their input's largest
-    magnitude, for formats with static activation scales.
+    magnitude, for formats with static activation scales; `kv_amax` maps attention modules to those
+    of their keys and values, for an FP8 cache.
     """
 
     exclude: Sequence[str] = ()
     keep: Mapping[str, str] = field(default_factory=dict)
     quantizer: Quantizer | None = None
     input_amax: Mapping[str, float] | None = None
+    kv_amax: Mapping[str, tuple[float, float]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,8 @@ class Layout:
     """All that is known of an export before its first byte is computed.
 
     `tensors` are in the order of writing; `quantized` are names of weights in it; `config` is
-    merged into config.json, None where the directory is no model by itself. `quantizer` and
-    `input_amax` are those of the options.
+    merged into config.json, None where the directory is no model by itself. `quantizer`,
+    `input_amax` and `kv_amax` are those of the options.
     """
 
     format: str
@@ -68,6 +70,7 @@ class Layout:
     config: Mapping[str, Any] | None
     quantizer: Quantizer | None = None
     input_amax: Mapping[str, float] | None = None
+    kv_amax: Mapping[str, tuple[float, float]] | None = None
 
     @property
     def nbytes(self) -> int:

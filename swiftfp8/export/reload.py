@@ -56,16 +56,24 @@ def load_plain(directory: Path, trust_remote_code: bool = False) -> tuple[Any, d
         output_loading_info=True,
         **_dequantized(directory),
     )
+    if quantization_section(directory).get("kv_cache_scheme"):  # transformers' cache has no scales
+        info["unexpected_keys"] = {
+            key for key in info["unexpected_keys"] if not key.endswith((".k_scale", ".v_scale"))
+        }
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     loading: dict[str, Any] = {kind: sorted(map(str, info[kind])) for kind in kinds}
     loading["transformers"] = transformers.__version__
     return model.eval(), loading
 
 
+def quantization_section(directory: Path) -> dict[str, Any]:
+    """`quantization_config` of a directory's config.json; {} where it has none."""
+    return read_json(directory / "config.json").get("quantization_config") or {}
+
+
 def _dequantized(directory: Path) -> dict[str, Any]:
     """What makes transformers dequantize compressed-tensors: else activations are rounded too."""
-    section = read_json(directory / "config.json").get("quantization_config") or {}
-    if section.get("quant_method") != "compressed-tensors":
+    if quantization_section(directory).get("quant_method") != "compressed-tensors":
         return {}
     from transformers import CompressedTensorsConfig
 

@@ -38,7 +38,8 @@ class ExportReport:
     """One export. `kept` maps each linear that stayed in BF16 to its reason; `layers` are what
     quantization cost, worst first. Where transformers can't read the format, `reload` is None and
     `read_back` says what was checked in its place; with `export.verify` off both are None.
-    `stages` are seconds; `reused` are files that an interrupted export had finished.
+    `stages` are seconds; `reused` are files that an interrupted export had finished;
+    `kv_scales` are those of an FP8 cache by tensor name.
     """
 
     export_dir: Path
@@ -64,6 +65,7 @@ class ExportReport:
     stages: Mapping[str, float] = field(default_factory=dict)
     reused: int = 0
     tensor_parallel: tuple[TpVerdict, ...] = ()
+    kv_scales: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """All of it as JSON; paths as text, an infinite SQNR as null."""
@@ -120,6 +122,10 @@ class ExportReport:
             counts = Counter(self.kept.values()).most_common()
             reasons = "; ".join(f"{count} {reason}" for reason, count in counts)
             rows.append(("BF16 linears", f"{len(self.kept)}: {reasons}"))
+        if self.kv_scales:
+            largest = max(self.kv_scales.values())
+            text = f"{len(self.kv_scales)} scales, measured on rows, the largest {largest:.3g}"
+            rows.append(("FP8 cache", text))
         if self.tensor_parallel:
             rows.append(("tensor parallel", tp_text(self.tensor_parallel)))
         rows.append(("reload", self._reload_text()))

@@ -43,6 +43,7 @@ from swiftfp8.export.stream import Piece, in_order, pieces_of, rounded, to_host
 from swiftfp8.export.survival import SurvivalMeter
 
 INPUT_SCALE = "input_scale"
+KV_SCALES = ("k_scale", "v_scale")
 _WRITTEN = torch.empty(0)  # stands for data that need not be kept
 
 
@@ -82,7 +83,7 @@ def describe_weights(
     """Quantize every linear whose shape fits, with its fused siblings.
 
     `section` gives what config.json gains. Where `options.input_amax` is given, every quantized
-    linear also gets a static scale for its input.
+    linear also gets a static scale for its input; `options.kv_amax` gives scales to the cache.
     """
     decisions = decide(
         source.layers,
@@ -108,6 +109,8 @@ def describe_weights(
             tensors += _specs(scheme, spec, static)
         else:
             tensors.append(spec)
+    for name in kv_scales(options.kv_amax):
+        tensors.append(TensorSpec(name=name, dtype="F32", shape=(1,)))
     return Layout(
         format=scheme.format,
         tensors=tuple(tensors),
@@ -116,6 +119,7 @@ def describe_weights(
         config={"dtype": "bfloat16", **section(source, decisions)},
         quantizer=options.quantizer,
         input_amax=options.input_amax,
+        kv_amax=options.kv_amax,
     )
 
 
@@ -150,6 +154,8 @@ def write_weights(
                 if job.journal:
                     job.journal.measured(layers[name])
                 parts.clear()
+        for name, scale in kv_scales(layout.kv_amax).items():
+            writer.write(name, torch.tensor([scale], dtype=torch.float32))
     if job.journal:
         layers |= {f"{name}.weight": layer for name, layer in job.journal.layers.items()}
     return tuple(layers[name] for name in source.tensors if name in layers)
@@ -174,6 +180,15 @@ def reference_weights(
         if piece.last:
             yield piece.name, torch.cat(parts).view(source.tensors[piece.name].shape)
             parts.clear()
+
+
+def kv_scales(kv_amax: Mapping[str, tuple[float, float]] | None) -> dict[str, float]:
+    """Scales of an FP8 cache by tensor name: the largest key or value seen becomes 448."""
+    return {
+        f"{module}.{name}": amax / FP8_MAX
+        for module, pair in (kv_amax or {}).items()
+        for name, amax in zip(KV_SCALES, pair, strict=True)
+    }
 
 
 def kept_names(source: Source, decisions: Sequence[Decision]) -> list[str]:

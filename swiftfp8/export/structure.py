@@ -24,10 +24,10 @@ from swiftfp8.export.checkpoint_io import (
     shard_files,
 )
 from swiftfp8.export.files import has_tokenizer
-from swiftfp8.export.layers import ModelLayers, fused_siblings, linear_names
+from swiftfp8.export.layers import ModelLayers, fused_siblings, is_language, linear_names
 from swiftfp8.export.layout import Fault
 from swiftfp8.export.quantize import slabs
-from swiftfp8.export.scheme import INPUT_SCALE, Scheme
+from swiftfp8.export.scheme import INPUT_SCALE, KV_SCALES, Scheme
 from swiftfp8.export.stream import in_order
 
 
@@ -36,8 +36,8 @@ class Declared:
     """What a directory's configuration says of its weights.
 
     `kept` are the full names of modules that it leaves unquantized; `where` is the place that
-    lists them, for messages; `unknown` are entries there that name no module. `faults` are those
-    of the configuration itself.
+    lists them, for messages; `unknown` are entries there that name no module; `kv_scales` that the
+    cache is FP8 by scales in the files. `faults` are those of the configuration itself.
     """
 
     scheme: Scheme
@@ -45,6 +45,7 @@ class Declared:
     where: str
     unknown: Sequence[str] = ()
     static_inputs: bool = False
+    kv_scales: bool = False
     faults: list[Fault] = field(default_factory=list)
 
 
@@ -63,6 +64,7 @@ def check_quantized(directory: Path, layers: ModelLayers, declared: Declared) ->
                 faults += _check_weight(spec, reader, declared)
             elif _is_lone_scale(spec, reader.specs):
                 faults.append(Fault(where=spec.name, what="is the scale of no FP8 weight"))
+        faults += _check_kv_scales(declared, layers, reader)
         faults += _check_bytes(reader)
         faults += _check_groups(declared.scheme, reader)
     finally:
@@ -181,6 +183,31 @@ def _check_weight(spec: TensorSpec, reader: CheckpointReader, declared: Declared
     if declared.static_inputs:
         scale_name = f"{spec.name.removesuffix('.weight')}.{INPUT_SCALE}"
         faults += _check_scale(spec, scale_name, (), reader)
+    return faults
+
+
+def _check_kv_scales(
+    declared: Declared, layers: ModelLayers, reader: CheckpointReader
+) -> list[Fault]:
+    """Both scales for every attention module of the language model, or none where none are told."""
+    stored = {name for name in reader.specs if name.endswith((".k_scale", ".v_scale"))}
+    if not declared.kv_scales:
+        what = "is a scale for an FP8 cache, and the configuration has no kv_cache_scheme"
+        return [Fault(where=name, what=what, severity="warning") for name in sorted(stored)[:1]]
+    faults = []
+    modules = {name.rpartition(".")[0] for name in stored} | {
+        name.rpartition(".")[0]
+        for name in linear_names(layers, reader.specs)
+        if name.endswith((".k_proj", ".qkv_proj")) and is_language(name)
+    }
+    for module in sorted(modules):
+        for scale in KV_SCALES:
+            name = f"{module}.{scale}"
+            if name not in reader.specs:
+                faults.append(Fault(where=module, what=f"has no {scale}"))
+                continue
+            spec = reader.specs[name]
+            faults += _check_scale(spec, name, (1,), reader)
     return faults
 
 

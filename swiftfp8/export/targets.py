@@ -63,6 +63,12 @@ ENGINES: Mapping[str, Mapping[str, str | None]] = {
         "adapter": None,
     },
 }
+# engine -> why it can't use scales of an FP8 cache that compressed_tensors carries.
+_NO_KV_SCALES: Mapping[str, str] = {
+    "lmdeploy": _BY_CHANNEL,
+    "tensorrt_llm": "takes scales of its cache from ModelOpt's checkpoints alone",
+    "transformers": "has no cache in FP8",
+}
 _ENOUGH = 0.5  # share of the linear weights from which blocks are preferred: more engines load them
 
 
@@ -90,6 +96,30 @@ def require_loadable(format_name: str, target: str | None) -> None:
             f"{target} can't serve the format {format_name}: it {reason}",
             where="export.target",
             fix=f"leave export.format out, or choose one of: {', '.join(loads)}",
+        )
+
+
+def require_kv_cache(format_name: str, target: str | None, *, carries: bool, latent: bool) -> None:
+    """Raise where nobody could use scales of an FP8 cache: the format, the engine, the model.
+
+    `carries` is whether the format has a place for them, `latent` whether attention caches a
+    compressed latent in place of keys and values.
+    """
+    reason = _NO_KV_SCALES.get(target) if target else None
+    if latent:
+        reason = "this model caches a latent, and no keys and values that a scale would be for"
+    elif not carries:
+        reason = (
+            f"{format_name} has no place for its scales: an engine would take 1 for all of them"
+        )
+    elif reason:
+        reason = f"{target} {reason}"
+    if reason:
+        raise SwiftFP8Error(
+            f"this export can't say how to keep keys and values in FP8: {reason}",
+            where="export.kv_cache",
+            fix="leave it out"
+            + ("" if latent else ", or set export.format=compressed_tensors for vllm or sglang"),
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +30,10 @@ from swiftfp8.export.source import Source
 from swiftfp8.export.structure import Declared, check_quantized, module_names
 
 NAME = "compressed_tensors"
+KV_CACHE = True
 SCHEME = Scheme(format=NAME, granularity="channel", scale_suffix="_scale", multiple=(16, 16))
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_KV_CACHE = {**_FLOAT8, "strategy": "tensor", "dynamic": False}
 _WHERE = "config.json: quantization_config"
 _GRANULARITIES: Mapping[str, Literal["block", "channel", "tensor"]] = {
     "block": "block",
@@ -41,7 +44,8 @@ _GRANULARITIES: Mapping[str, Literal["block", "channel", "tensor"]] = {
 
 def describe(source: Source, options: FormatOptions) -> Layout:
     """Quantize every linear whose dimensions are multiples of 16, with its fused siblings."""
-    return describe_weights(SCHEME, source, options, _section)
+    kv_cache = options.kv_amax is not None
+    return describe_weights(SCHEME, source, options, partial(_section, kv_cache=kv_cache))
 
 
 def write(source: Source, layout: Layout, directory: Path, job: WriteJob) -> tuple[LayerError, ...]:
@@ -86,6 +90,10 @@ def _declared(
         granularity == "block" and list(weights.get("block_structure") or ()) != list(BLOCK)
     ):
         faults.append(Fault(where=_WHERE, what=f"the weights' strategy {strategy} is not known"))
+    cache = section.get("kv_cache_scheme") or {}
+    for key, value in (_KV_CACHE if cache else {}).items():
+        if cache.get(key, value) != value:
+            faults.append(Fault(where=_WHERE, what=f"kv_cache_scheme.{key} is {cache[key]!r}"))
     known = module_names(directory, layers)
     kept, unknown = _resolve(section.get("ignore") or (), known)
     targeted, _ = _resolve(group.get("targets") or (), known)
@@ -101,6 +109,7 @@ def _declared(
         unknown=unknown,
         where="config.json: quantization_config.ignore",
         static_inputs=inputs is not None and inputs.get("dynamic") is False,
+        kv_scales=bool(cache),
         faults=faults,
     )
 
@@ -119,7 +128,7 @@ def _resolve(entries: Sequence[str], known: set[str]) -> tuple[set[str], list[st
     return found, unknown
 
 
-def _section(source: Source, decisions: tuple[Decision, ...]) -> dict[str, Any]:
+def _section(source: Source, decisions: tuple[Decision, ...], *, kv_cache: bool) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],
         "weights": {**_FLOAT8, "strategy": "channel", "dynamic": False},
@@ -132,7 +141,7 @@ def _section(source: Source, decisions: tuple[Decision, ...]) -> dict[str, Any]:
             "format": "float-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": _KV_CACHE if kv_cache else None,
             "ignore": kept_names(source, decisions),
         }
     }
