@@ -90,6 +90,15 @@ BelowOne = Annotated[Real, Field(ge=0.0, lt=1.0)]
 NonNegativeFloat = Annotated[Real, Field(ge=0.0)]
 
 
+def _off(value: Any) -> Any:
+    """Take YAML's `off`, which is read as false, for the word."""
+    return "off" if value is False else value
+
+
+Judging = Annotated[Literal["warn", "fail", "off"], BeforeValidator(_off)]
+Smoke = Annotated[Literal["auto", "require", "off"], BeforeValidator(_off)]
+
+
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class PrecisionConfig:
     """How FP8 is done, and what happens where it can't be."""
@@ -225,13 +234,29 @@ class ExportConfig:
     """Name patterns of linears to leave in BF16, besides those that must."""
     verify: bool = True
     """Reload in a fresh process and compare logits before the export is called done."""
+    fidelity: Judging = "warn"
+    """Compare the export with its BF16 merge and hold the figures against the limits below: a
+    missed one is a warning, or (`fail`) nothing is kept and the exit code is 1."""
     fidelity_dataset: Sources = Field(default_factory=list)
-    """Held-out text on which the export is compared with its BF16 merge (perplexity, KL, top-1)."""
+    """Held-out text for it; left out, the run's own evaluation rows, or else its training rows."""
     fidelity_tokens: Positive = 4096
     """How many tokens of it are read."""
     kv_cache: Literal["fp8"] | None = None
     """`fp8` measures scales for keys and values on `calibration_dataset`, and engines then keep
     their cache in FP8 by them (`compressed_tensors`, for vLLM and SGLang)."""
+    max_ppl_ratio: Annotated[Real, Field(gt=0.0)] | None = None
+    """Largest perplexity, as a multiple of the BF16 merge's; left out, by the model's size."""
+    max_kl: NonNegativeFloat | None = None
+    """Largest mean KL divergence per token (nats); left out, by the model's size."""
+    min_top1: Fraction | None = None
+    """Smallest share of tokens with the same likeliest token; left out, by the model's size."""
+    max_loss_increase: NonNegativeFloat = 0.005
+    """By which share the loss on the run's own rows may rise from un-merged adapter to export."""
+    smoke: Smoke = "auto"
+    """Run the export in vLLM, in a fresh process, and compare log-probabilities: where there is a
+    vLLM (`auto`), always, or else fail (`require`), or never."""
+    engine_python: PathText | None = None
+    """Python of an environment that has vLLM; left out, this one."""
     calibrate: bool = False
     """Choose the rounding of every FP8 linear by its output on real rows (`fp8_block` only)."""
     calibration_dataset: Sources = Field(default_factory=list)

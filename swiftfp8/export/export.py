@@ -23,9 +23,9 @@ from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.calibrate import Calibration, calibration_text
 from swiftfp8.export.calibrate_stage import CalibrationRows, calibrated
+from swiftfp8.export.card import write_report
 from swiftfp8.export.checkpoint_io import parse_size
 from swiftfp8.export.clock import Clock
-from swiftfp8.export.fidelity import Fidelity, measure_fidelity
 from swiftfp8.export.files import copy_companions, has_tokenizer, write_config
 from swiftfp8.export.input_ranges import measure_ranges
 from swiftfp8.export.journal import (
@@ -34,6 +34,7 @@ from swiftfp8.export.journal import (
     fingerprint,
     unfinished_hint,
 )
+from swiftfp8.export.judge_stage import call_judges, judge
 from swiftfp8.export.layout import (
     ExportFormat,
     Fault,
@@ -42,8 +43,10 @@ from swiftfp8.export.layout import (
     Layout,
     WriteJob,
 )
-from swiftfp8.export.report import ExportReport, write_report
+from swiftfp8.export.report import ExportReport
 from swiftfp8.export.room import why_no_room
+from swiftfp8.export.run_facts import RunFacts
+from swiftfp8.export.run_rows import RunRows
 from swiftfp8.export.scheme import kv_scales
 from swiftfp8.export.source import Source, open_source
 from swiftfp8.export.staging import check_target, is_interruption, staged
@@ -79,7 +82,8 @@ class ExportContext:
 
     `base_name` and `adapter_name` are for the report; `keep` maps a family's name patterns to
     their reasons for staying in BF16; `device` is where the arithmetic runs; `calibration_rows`
-    reads what `export.calibrate` needs.
+    reads what `export.calibrate` needs, `run_rows` what the export is judged on; `run` is what the
+    model card says of the training.
     """
 
     base_name: str | None = None
@@ -88,6 +92,8 @@ class ExportContext:
     device: str = "cpu"
     trust_remote_code: bool = False
     calibration_rows: Callable[[], CalibrationRows] | None = None
+    run_rows: Callable[[], RunRows] | None = None
+    run: RunFacts | None = None
     console: Console = field(default_factory=Console)
 
 
@@ -111,6 +117,7 @@ def export_checkpoint(
     _require_format(settings)
     texts = _existing_files(settings.fidelity_dataset)
     max_shard_bytes = parse_size(settings.max_shard_size)
+    judges = call_judges(settings, texts, context.run_rows)
     with clock.stage("open"):
         source = open_source(model_dir, adapter_dir, trust_remote_code=context.trust_remote_code)
         export_format, options, layout, why = _describe(source, settings, context.keep)
@@ -155,17 +162,26 @@ def export_checkpoint(
             reload, read_back = _read_again(
                 source, layout, export_format, partial, settings, context
             )
-        with clock.stage("fidelity"):
-            fidelity = _fidelity(source, layout, export_format, partial, settings, context, texts)
+        with clock.stage("judge"):
+            judgement = judge(
+                source,
+                layout,
+                export_format,
+                partial,
+                judges,
+                settings,
+                device=context.device,
+                console=context.console,
+            )
         report = _report(source, layout, partial, errors, context, export_dir=export_dir)
         report = replace(
             report,
             format_reason=why,
             reload=reload,
             read_back=read_back,
-            fidelity=fidelity,
+            judgement=judgement,
             calibration=calibration,
-            warnings=(*format_warnings(layout.format), *warnings),
+            warnings=(*format_warnings(layout.format), *warnings, *judgement.warnings),
             reused=journal.reused,
             kv_scales=kv_scales(layout.kv_amax),
             tensor_parallel=tuple(judge_tp(source, layout, settings.tp or SIZES)),
@@ -350,30 +366,6 @@ def _read_again(
         return verify_reload(source, layout, export_format, partial), None
 
 
-def _fidelity(
-    source: Source,
-    layout: Layout,
-    export_format: ExportFormat,
-    partial: Path,
-    settings: ExportConfig,
-    context: ExportContext,
-    texts: list[Path],
-) -> Fidelity | None:
-    """Compare with the BF16 merge where text is given."""
-    if not (texts and layout.quantized):
-        return None
-    with context.console.status("verifying: against the BF16 merge on held-out text"):
-        return measure_fidelity(
-            source,
-            layout,
-            export_format,
-            files=texts,
-            tokens=settings.fidelity_tokens,
-            tokenizer_dir=partial,
-            device=context.device,
-        )
-
-
 def _report(
     source: Source,
     layout: Layout,
@@ -403,8 +395,8 @@ def _report(
         layers=tuple(sorted(errors, key=lambda layer: -layer.relative_error)),
         reload=None,
         read_back=None,
-        fidelity=None,
         warnings=(),
+        run=context.run,
     )
 
 

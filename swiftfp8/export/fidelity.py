@@ -1,17 +1,15 @@
-"""How close the export keeps to its BF16 merge on real text.
+"""How close an export keeps to its BF16 merge, in three figures; and the text they are taken on.
 
 For every position of held-out text, p from the merged model, q from the export:
     perplexity ratio = exp(mean(-log q(next)) - mean(-log p(next)))
     token KL         = mean(sum_v p(v) (log p(v) - log q(v)))
     top-1 agreement  = share of positions where both prefer the same token
-The two models are loaded one after the other; the first one's logits wait in a temporary file.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,63 +19,23 @@ import torch
 from torch import Tensor
 
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.layout import ExportFormat, Layout
-from swiftfp8.export.source import Source, build_model
-from swiftfp8.export.staging import check_space
 from swiftfp8.models.quiet import quiet_transformers
 
-_WINDOW = 512
+WINDOW = 512
 _SUFFIXES = (".txt", ".md", ".jsonl", ".json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fidelity:
-    """The export against its BF16 merge over `tokens` predictions."""
+    """The export against its BF16 merge over `tokens` predictions of `text`."""
 
+    text: str
     tokens: int
     perplexity_merged: float
     perplexity_export: float
     perplexity_ratio: float
     token_kl: float
     top1_agreement: float
-
-
-def measure_fidelity(
-    source: Source,
-    layout: Layout,
-    export_format: ExportFormat,
-    *,
-    files: Sequence[Path],
-    tokens: int,
-    tokenizer_dir: Path,
-    device: str = "cpu",
-) -> Fidelity:
-    """Run both models over `tokens` tokens of `files`: float32 on a CPU, BF16 on a GPU.
-
-    Raises:
-        SwiftFP8Error: a file that can't be read or holds too little text, no tokenizer.
-    """
-    windows_BT = text_windows(
-        read_texts(files), tokens, tokenizer_dir, trust_remote_code=source.trust_remote_code
-    )
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    vocab = int(source.layers.config.get("vocab_size", 1 << 18))
-    positions = windows_BT.numel()
-    with tempfile.TemporaryDirectory(prefix="swiftfp8-fidelity-") as folder:
-        check_space(Path(folder), positions * vocab * dtype.itemsize)
-        merged = ((name, source.merged(name)) for name in source.tensors)
-        model = build_model(source, merged, dtype=dtype, device=device)
-        stored = [
-            _keep(logits, Path(folder) / f"{row}.bin")
-            for row, logits in enumerate(_window_logits(model, windows_BT))
-        ]
-        del model
-        reference = export_format.reference(source, layout)
-        model = build_model(source, reference, dtype=dtype, device=device)
-        sums = torch.zeros(4, dtype=torch.float64)
-        for row, logits_TV in enumerate(_window_logits(model, windows_BT)):
-            sums += _compare(stored[row].to(logits_TV.device), logits_TV, windows_BT[row])
-    return _summary(sums, positions - windows_BT.shape[0])
 
 
 def read_texts(files: Sequence[Path]) -> list[str]:
@@ -118,28 +76,14 @@ def text_windows(
     with quiet_transformers():  # a text longer than the model's context is cut below
         ids = tokenizer("\n\n".join(texts), add_special_tokens=False)["input_ids"][:tokens]
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    length = min(_WINDOW - len(bos), len(ids))
+    length = min(WINDOW - len(bos), len(ids))
     if length < 2:
         raise SwiftFP8Error("there is no text to compare on", where="export.fidelity_dataset")
     count = len(ids) // length
     return torch.tensor([bos + ids[n * length : (n + 1) * length] for n in range(count)])
 
 
-def _window_logits(model: Any, windows_BT: Tensor) -> Iterator[Tensor]:
-    with torch.inference_mode():
-        for window_T in windows_BT:
-            yield model(input_ids=window_T[None].to(model.device), use_cache=False).logits[0]
-
-
-def _keep(logits_TV: Tensor, file: Path) -> Tensor:
-    """Move logits to a file-backed tensor, so that they cost no memory for long."""
-    kept = torch.from_file(
-        str(file), shared=True, size=logits_TV.numel(), dtype=logits_TV.dtype
-    ).view(logits_TV.shape)
-    return kept.copy_(logits_TV)
-
-
-def _compare(merged_TV: Tensor, export_TV: Tensor, window_T: Tensor) -> Tensor:
+def compare_logits(merged_TV: Tensor, export_TV: Tensor, window_T: Tensor) -> Tensor:
     """Sums over the predicted positions: -log p, -log q, KL(p || q), agreement."""
     sums = torch.zeros(4, dtype=torch.float64)
     targets = window_T[1:].to(export_TV.device)
@@ -161,9 +105,11 @@ def _compare(merged_TV: Tensor, export_TV: Tensor, window_T: Tensor) -> Tensor:
     return sums
 
 
-def _summary(sums: Tensor, count: int) -> Fidelity:
+def summarize(sums: Tensor, count: int, text: str = "") -> Fidelity:
+    """The figures of `count` predictions from their sums (`compare_logits`)."""
     nll_merged, nll_export, kl, same = (sums / count).tolist()
     return Fidelity(
+        text=text,
         tokens=count,
         perplexity_merged=math.exp(nll_merged),
         perplexity_export=math.exp(nll_export),

@@ -1,4 +1,6 @@
-"""What an export was made of and how it was checked: printed, saved as JSON, and on its card."""
+"""What an export was made of and how it was checked: printed and saved as JSON (`card.py` has the
+model card).
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from swiftfp8.export.calibrate import Calibration
-from swiftfp8.export.fidelity import Fidelity
+from swiftfp8.export.judge_stage import DLOGP, Judgement
 from swiftfp8.export.layout import LayerError
-from swiftfp8.export.staging import REPORT_NAME
+from swiftfp8.export.run_facts import RunFacts
 from swiftfp8.export.tp import TpVerdict, tp_text
 from swiftfp8.export.verify import ReadBack, ReloadCheck, reload_text
 
 _WORST_SHOWN = 5
 _MIB = 2**20
-_WHAT = {
-    "fp8_block": "FP8 (e4m3, 128x128 blocks)",
-    "compressed_tensors": "FP8 (e4m3, one scale per channel, compressed-tensors)",
-    "fp8": "FP8 (e4m3, one scale per weight)",
-    "modelopt": "FP8 (e4m3, one scale per weight, static activation scales, ModelOpt)",
-    "bf16": "BF16, merged",
-    "adapter": "LoRA adapter (PEFT)",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +53,19 @@ class ExportReport:
     layers: tuple[LayerError, ...]
     reload: ReloadCheck | None
     read_back: ReadBack | None
-    fidelity: Fidelity | None
     warnings: tuple[str, ...]
     calibration: Calibration | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
     reused: int = 0
     tensor_parallel: tuple[TpVerdict, ...] = ()
     kv_scales: Mapping[str, float] = field(default_factory=dict)
+    judgement: Judgement = field(default_factory=Judgement)
+    run: RunFacts | None = None
 
     def to_json(self) -> str:
         """All of it as JSON; paths as text, an infinite SQNR as null."""
         values = asdict(self) | {"export_dir": self.export_dir.name}
+        values |= values.pop("judgement")
         return json.dumps(_finite(values), indent=2) + "\n"
 
     def __rich__(self) -> RenderableType:
@@ -129,16 +125,7 @@ class ExportReport:
         if self.tensor_parallel:
             rows.append(("tensor parallel", tp_text(self.tensor_parallel)))
         rows.append(("reload", self._reload_text()))
-        if self.fidelity:
-            f = self.fidelity
-            rows.append(
-                (
-                    "against BF16",
-                    f"perplexity {f.perplexity_merged:.3f} -> {f.perplexity_export:.3f} "
-                    f"(ratio {f.perplexity_ratio:.4f}), token KL {f.token_kl:.4f}, "
-                    f"top-1 agreement {f.top1_agreement:.1%}, {f.tokens} tokens",
-                )
-            )
+        rows += self._judged()
         rows += [("warning", text) for text in self.warnings]
         return rows
 
@@ -150,6 +137,28 @@ class ExportReport:
             return text
         return f"{text}, written at {self.source_bytes / _MIB / written:,.0f} MiB/s of the base"
 
+    def _judged(self) -> list[tuple[str, str]]:
+        """Figures against their limits; of what was not checked, the reason."""
+        judged = self.judgement
+        verdicts = {verdict.figure: verdict for verdict in judged.verdicts}
+        rows = []
+        if f := judged.fidelity:
+            perplexity = f"perplexity {f.perplexity_merged:.3f} -> {f.perplexity_export:.3f}"
+            rows.append(("against BF16", f"{perplexity} on {f.text}, {f.tokens} tokens"))
+            names = ("perplexity ratio", "token KL", "top-1 agreement")
+            rows += [(name, str(verdicts[name])) for name in names]
+        if loss := judged.loss:
+            name = f"{loss.kind} loss"
+            rows.append((name, f"{loss} on {loss.rows} rows; rise {verdicts[name]}"))
+        if e := judged.engine:
+            text = (
+                f"{e.engine} on {e.device}, fresh process, {e.tokens} tokens of {e.prompts} prompts"
+            )
+            limit = f"{verdicts[DLOGP]}; BF16 alone {e.bf16_floor:.4f}"
+            rows.append(("engine", f"{text}: {DLOGP} {limit}"))
+        rows += [(name, f"not checked: {why}") for name, why in judged.not_checked.items()]
+        return rows
+
     def _reload_text(self) -> str:
         if self.read_back:
             return (
@@ -159,24 +168,6 @@ class ExportReport:
         if self.reload is None:
             return "not checked (export.verify=false)"
         return reload_text(self.reload)
-
-
-def write_report(report: ExportReport, directory: Path) -> None:
-    """Write export_report.json and the model card README.md."""
-    (directory / REPORT_NAME).write_text(report.to_json(), encoding="utf-8")
-    (directory / "README.md").write_text(_model_card(report), encoding="utf-8")
-
-
-def _model_card(report: ExportReport) -> str:
-    what = _WHAT[report.format]
-    tags = ["swiftfp8", *(["fp8"] if report.quantized else [])]
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:"]
-    lines += [f"- {tag}" for tag in tags]
-    lines += ["---", "", f"# {report.export_dir.name}", ""]
-    lines += [f"{what}, written by swiftfp8 on {report.created}.", "", "| | |", "|---|---|"]
-    lines += [f"| {key} | {value.replace('|', '/')} |" for key, value in report.facts()]
-    lines += ["", "The licence of the base model applies. Figures per layer: `export_report.json`."]
-    return "\n".join(lines) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -17,6 +17,8 @@ from swiftfp8.export.calibrate_stage import read_calibration_rows
 from swiftfp8.export.checkpoint_io import parse_size
 from swiftfp8.export.export import ExportContext, check_export
 from swiftfp8.export.locate import locate_run
+from swiftfp8.export.run_facts import read_run_facts
+from swiftfp8.export.run_rows import read_run_rows
 from swiftfp8.export.staging import check_target
 from swiftfp8.requests import ExportRequest
 
@@ -62,6 +64,8 @@ def resolve_request(
             device=_fastest_device(),
             trust_remote_code=config.trust_remote_code,
             calibration_rows=partial(read_calibration_rows, config, model_dir, adapter_dir),
+            run_rows=partial(read_run_rows, config, model_dir, adapter_dir),
+            run=read_run_facts(Path(request.run), config) if request.run else None,
             console=console,
         ),
     )

@@ -2,7 +2,7 @@
 
 Every model x format is either refused before anything is written, with the reason, or gives the
 log-probabilities of the exporter's own dequantized model. vLLM quantizes activations as it runs and
-multiplies in BF16; the tolerances are for that: 0.02 where scales are per block (or nothing is
+multiplies in BF16; the limits are for that: 0.02 where scales are per block (or nothing is
 quantized), 0.1 where they are per channel and per token. transformers dequantizes on a CPU, so its
 logits must be equal bit for bit.
 
@@ -12,9 +12,7 @@ logits must be equal bit for bit.
 from __future__ import annotations
 
 import functools
-import json
 import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +23,14 @@ from export_kit import save_model, save_tokenizer
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.calibrate_stage import CalibrationRows
+from swiftfp8.export.engine_run import (
+    NO_KERNEL,
+    Engine,
+    EngineError,
+    find_engine,
+    limit_for,
+    run_engine,
+)
 from swiftfp8.export.export import ExportContext, export_checkpoint, find_format
 from swiftfp8.export.layout import FormatOptions
 from swiftfp8.export.report import ExportReport
@@ -43,27 +49,10 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
 }
 FORMATS = ("fp8_block", "compressed_tensors", "fp8", "modelopt", "bf16")
-TOLERANCE = {"fp8_block": 0.02, "bf16": 0.02}
-CHANNEL_TOLERANCE = 0.1
 REFUSED = {
     ("llama_320", "fp8_block"): "no linear of this model can be FP8",
     ("qwen3_moe", "modelopt"): "experts run as one module",
 }
-# What vLLM says where its CPU build lacks a kernel: the export is not at fault, nor shown right.
-NO_KERNEL = {
-    "Unsupported FP8 MoE backend": "vLLM has no CPU kernel for FP8 experts",
-    "static_scaled_fp8_quant() expected": "vLLM has no CPU kernel for one scale per weight",
-    "no attribute 'silu_and_mul_quant'": "vLLM has no CPU kernel for static activation scales",
-}
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_USE_RUST_FRONTEND": "0",
-    "HF_HUB_OFFLINE": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-}
-WORKER = Path(__file__).with_name("vllm_worker.py")
 
 
 @dataclass(frozen=True)
@@ -141,42 +130,44 @@ def test_transformers(root: Path, model: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("model", MODELS)
-def test_vllm(root: Path, model: str, name: str, tmp_path: Path) -> None:
+def test_vllm(root: Path, model: str, name: str) -> None:
     if (model, name) in REFUSED:
         pytest.skip(f"refused before writing: {REFUSED[model, name]}")
-    python = engine_python()
-    if name == "fp8_block" and not has_amx(python):
-        pytest.skip("vLLM needs a CPU with AMX for 128x128 blocks")
+    vllm = engine()
+    if why := vllm.why_not(name):
+        pytest.skip(why)
     export = exported(root, model, name)
     assert export.report, export.refusal
     ids, expected = reference(root, model, name)
     assert expected.std() > 0.3  # else any weights would pass
-    (tmp_path / "ids.json").write_text(json.dumps(ids))
-    command = [python, str(WORKER), str(export.directory)]
-    command += [str(tmp_path / "ids.json"), str(tmp_path / "out.json")]
-    done = subprocess.run(
-        command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        reason = next((r for said, r in NO_KERNEL.items() if said in done.stderr), None)
-        if reason:
-            pytest.skip(f"{reason} (it loaded the weights, and could not run them)")
-        pytest.fail(f"vLLM could not run {export.directory.name}:\n{done.stderr[-3000:]}")
-    found = torch.tensor(json.loads((tmp_path / "out.json").read_text()))
-    difference = float((found - expected).abs().mean())
-    print(f"{model} {name}: mean |dlogp| {difference:.4f}")
-    assert difference <= TOLERANCE.get(name, CHANNEL_TOLERANCE)
+    try:
+        found = run_engine(vllm, export.directory, ids, expected.tolist(), expected.tolist())
+    except EngineError as error:
+        if str(error) in NO_KERNEL.values():
+            pytest.skip(f"{error} (it loaded the weights, and could not run them)")
+        raise
+    print(f"{model} {name}: mean |dlogp| {found.mean_difference:.4f}")
+    assert found.mean_difference <= limit_for(name)
+
+
+@pytest.mark.parametrize("name", ["compressed_tensors", "bf16"])
+def test_an_export_is_not_done_before_vllm_has_run_it(
+    root: Path, tmp_path: Path, name: str
+) -> None:
+    base = exported(root, "qwen3", "bf16").base
+    settings = ExportConfig(format=name, smoke="require", engine_python=engine().python)
+    report = export_checkpoint(base, None, tmp_path / "out", settings)
+    ran = report.judgement.engine
+    assert ran and ran.tokens > 30
+    assert ran.mean_difference <= limit_for(name) + ran.bf16_floor < 2 * limit_for(name)
+    assert f"vLLM {engine().version}" in (tmp_path / "out" / "README.md").read_text()
 
 
 @functools.cache
-def engine_python() -> str:
+def engine() -> Engine:
     python = os.environ.get("SWIFTFP8_ENGINE_PYTHON")
     if not python or not Path(python).exists():
         pytest.skip("no engine environment: run scripts/engine_tests.sh")
-    return python
-
-
-@functools.cache
-def has_amx(python: str) -> bool:
-    code = "import torch, sys; sys.exit(not torch.cpu._is_amx_tile_supported())"
-    return subprocess.run([python, "-c", code], check=False).returncode == 0
+    found = find_engine(python)
+    assert isinstance(found, Engine)
+    return found

@@ -100,6 +100,17 @@ def test_the_export_loads_in_plain_transformers_and_answers(folder: Path) -> Non
     assert settings["quant_method"] == "fp8" and settings["weight_block_size"] == [128, 128]
     report = json.loads((export / "export_report.json").read_text())
     assert report["reload"]["max_difference"] == 0.0
+    assert {verdict["figure"] for verdict in report["verdicts"]} == {
+        "perplexity ratio",
+        "token KL",
+        "top-1 agreement",
+        "evaluation loss",
+    }
+    assert all(verdict["passed"] for verdict in report["verdicts"]), report["verdicts"]
+    # What was learned survives merging and rounding: within 0.5%, as far as so few tokens can tell.
+    loss = report["loss"]
+    assert loss["trained"] < 0.5 and loss["error"] < 0.03
+    assert loss["export"] < (1.005 + loss["error"]) * loss["trained"]
     run(folder, "-c", RELOAD, str(export))
     answer = swiftfp8(
         folder, "infer", f"model={export}", "prompt=What is the largest planet in our solar system?"

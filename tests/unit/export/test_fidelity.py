@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.fidelity import _compare, _summary, read_texts
+from swiftfp8.export.fidelity import compare_logits, read_texts, summarize
 
 
 def test_figures_of_two_known_distributions() -> None:
     """Token 0 has probability 1/2 in one model, 1/4 in the other; all else follows by hand."""
     p = torch.tensor([[0.5, 0.25, 0.25]]).log().repeat(3, 1)
     q = torch.tensor([[0.25, 0.5, 0.25]]).log().repeat(3, 1)
-    sums = _compare(p, q, torch.tensor([0, 0, 1]))  # predicts token 0, then token 1
-    result = _summary(sums, 2)
+    sums = compare_logits(p, q, torch.tensor([0, 0, 1]))  # predicts token 0, then token 1
+    result = summarize(sums, 2)
     assert result.perplexity_merged == pytest.approx(math.sqrt(2 * 4))
     assert result.perplexity_export == pytest.approx(math.sqrt(4 * 2))
     assert result.perplexity_ratio == pytest.approx(1.0)
     assert result.token_kl == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), rel=1e-6)
     assert result.top1_agreement == 0.0
-    same = _summary(_compare(p, p, torch.tensor([0, 0, 1])), 2)
+    same = summarize(compare_logits(p, p, torch.tensor([0, 0, 1])), 2)
     assert (same.token_kl, same.top1_agreement) == (0.0, 1.0)
 
 

@@ -1,0 +1,108 @@
+"""The model card, README.md: what the export is, what it was made of, how it was checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from swiftfp8.export.report import ExportReport
+from swiftfp8.export.staging import REPORT_NAME
+from swiftfp8.export.targets import ENGINES
+from swiftfp8.models.hub import looks_like_id
+
+_WHAT = {
+    "fp8_block": "FP8 (e4m3, 128x128 blocks)",
+    "compressed_tensors": "FP8 (e4m3, one scale per channel, compressed-tensors)",
+    "fp8": "FP8 (e4m3, one scale per weight)",
+    "modelopt": "FP8 (e4m3, one scale per weight, static activation scales, ModelOpt)",
+    "bf16": "BF16, merged",
+    "adapter": "LoRA adapter (PEFT)",
+}
+_CHECKS = (
+    "reload",
+    "against BF16",
+    "perplexity ratio",
+    "token KL",
+    "top-1 agreement",
+    "evaluation loss",
+    "training loss",
+    "engine",
+    "warning",
+)
+
+
+def write_report(report: ExportReport, directory: Path) -> None:
+    """Write export_report.json and the model card README.md."""
+    (directory / REPORT_NAME).write_text(report.to_json(), encoding="utf-8")
+    (directory / "README.md").write_text(model_card(report), encoding="utf-8")
+
+
+def model_card(report: ExportReport) -> str:
+    """Markdown with the front matter that hubs read."""
+    name = report.export_dir.name
+    facts = report.facts()
+    what = [fact for fact in facts if fact[0] not in _CHECKS]
+    checks = [fact for fact in facts if fact[0] in _CHECKS]
+    parts = [
+        *_front_matter(report),
+        f"# {name}",
+        f"{_WHAT[report.format]}, written by swiftfp8 on {report.created}.",
+        _table(what),
+        *_training(report),
+        "## How it was checked",
+        _table(checks),
+        "Figures per layer: `export_report.json`.",
+        "## Use",
+        f"Engines for this format: {', '.join(_engines(report))}.",
+        f"```\n{_command(report)}\n```",
+        "## Versions",
+        ", ".join(f"{package} {version}" for package, version in report.versions.items()),
+        "## Licence",
+        "The licence of the base model applies.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(report: ExportReport) -> list[str]:
+    tags = ["swiftfp8", *(["fp8"] if report.quantized else [])]
+    lines = ["---", f"library_name: {'peft' if report.format == 'adapter' else 'transformers'}"]
+    lines += ["pipeline_tag: text-generation"]
+    if looks_like_id(report.base) and "/" in report.base:
+        lines += [f"base_model: {json.dumps(report.base)}"]
+    lines += ["tags:", *(f"- {tag}" for tag in tags), "---"]
+    return ["\n".join(lines)]
+
+
+def _training(report: ExportReport) -> list[str]:
+    run = report.run
+    if run is None:
+        return []
+    rows = [
+        ("data", run.data),
+        ("recipe", run.recipe),
+        ("precision", run.precision),
+        ("result", run.result),
+    ]
+    known = [(label, text) for label, text in rows if text]
+    return ["## Training", _table(known)] if known else []
+
+
+def _engines(report: ExportReport) -> list[str]:
+    return [name for name, formats in ENGINES.items() if formats.get(report.format) is None]
+
+
+def _command(report: ExportReport) -> str:
+    name = report.export_dir.name
+    if report.format == "adapter":
+        base = report.base
+        return f"vllm serve {base} --enable-lora --lora-modules {name}={name}"
+    return f"vllm serve {name}"
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    lines = ["| | |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {key} | {_cell(text)} |" for key, text in rows)])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,112 @@
+"""What an export may cost: figures against limits, each with its verdict.
+
+Rounding to FP8 costs a small model more than a large one. The limits that hold where the user sets
+none go by the number of parameters: those of `_SMALL` up to 1B, those of `_LARGE` from 7B on, and
+between the two they move in proportion to the logarithm of the size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from swiftfp8.config.schema import ExportConfig
+from swiftfp8.export.fidelity import Fidelity
+from swiftfp8.export.judge import TaskLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Largest perplexity ratio and token KL, smallest top-1 agreement."""
+
+    ppl_ratio: float
+    kl: float
+    top1: float
+
+
+_SMALL_SIZE, _SMALL = 1e9, Limits(ppl_ratio=1.03, kl=0.06, top1=0.88)
+_LARGE_SIZE, _LARGE = 7e9, Limits(ppl_ratio=1.01, kl=0.01, top1=0.97)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One figure against its limit, which it must not exceed, or (`at_least`) not fall below."""
+
+    figure: str
+    value: float
+    limit: float
+    passed: bool
+    at_least: bool = False
+    percent: bool = False
+
+    def __str__(self) -> str:
+        bound = "at least" if self.at_least else "at most"
+        word = "passed" if self.passed else "MISSED"
+        return f"{self._shown(self.value)} ({bound} {self._shown(self.limit)}): {word}"
+
+    def _shown(self, value: float) -> str:
+        return f"{value:.2%}" if self.percent else f"{value:.4f}".rstrip("0").rstrip(".")
+
+
+def limits_for(parameters: int) -> Limits:
+    """The limits for a model of this many parameters."""
+    share = math.log(max(parameters, 1) / _SMALL_SIZE) / math.log(_LARGE_SIZE / _SMALL_SIZE)
+    share = min(max(share, 0.0), 1.0)
+
+    def between(small: float, large: float) -> float:
+        return small + share * (large - small)
+
+    return Limits(
+        ppl_ratio=between(_SMALL.ppl_ratio, _LARGE.ppl_ratio),
+        kl=between(_SMALL.kl, _LARGE.kl),
+        top1=between(_SMALL.top1, _LARGE.top1),
+    )
+
+
+def judge_fidelity(
+    fidelity: Fidelity, parameters: int, settings: ExportConfig
+) -> tuple[Verdict, ...]:
+    """Each figure against the user's limit, or the one for the model's size."""
+    usual = limits_for(parameters)
+    return (
+        at_most(
+            "perplexity ratio",
+            fidelity.perplexity_ratio,
+            _or(settings.max_ppl_ratio, usual.ppl_ratio),
+        ),
+        at_most("token KL", fidelity.token_kl, _or(settings.max_kl, usual.kl)),
+        _at_least_percent(
+            "top-1 agreement", fidelity.top1_agreement, _or(settings.min_top1, usual.top1)
+        ),
+    )
+
+
+def judge_loss(loss: TaskLoss, settings: ExportConfig) -> Verdict:
+    """By how much the loss on the training task may rise through merging and export.
+
+    Few tokens tell little: a rise counts as one where it is over the limit by more than its
+    standard error.
+    """
+    limit = settings.max_loss_increase
+    return Verdict(
+        figure=f"{loss.kind} loss",
+        value=loss.increase,
+        limit=limit,
+        passed=loss.increase - loss.error <= limit,
+        percent=True,
+    )
+
+
+def at_most(figure: str, value: float, limit: float) -> Verdict:
+    """A figure that must not exceed its limit; what is no number does."""
+    return Verdict(figure=figure, value=value, limit=limit, passed=value <= limit)
+
+
+def _at_least_percent(figure: str, value: float, limit: float) -> Verdict:
+    return Verdict(
+        figure=figure, value=value, limit=limit, passed=value >= limit, at_least=True, percent=True
+    )
+
+
+def _or(asked: float | None, usual: float) -> float:
+    return usual if asked is None else asked

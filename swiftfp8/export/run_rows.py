@@ -1,0 +1,115 @@
+"""The run's own rows, tokenized as in training, for judging what is exported from it.
+
+Evaluation rows are the best judges: the run never trained on them. Where there are none, rows that
+it was trained on serve, and the report says so. Rows that chose the rounding (`export.calibrate`)
+judge nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from swiftfp8.config.schema import Config
+from swiftfp8.export.judge import Row
+
+_SAMPLE = 256  # training rows per entry of `dataset`: more than the judges look at
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRows:
+    """Rows, "evaluation" or "training" ones; where there are none, `missing` says why."""
+
+    rows: Sequence[Row] = ()
+    kind: str = "evaluation"
+    missing: str | None = None
+
+
+def read_run_rows(config: Config, model_dir: Path, adapter_dir: Path | None) -> RunRows:
+    """The rows of `val_dataset`, of the share set aside from `dataset`, or of `dataset`.
+
+    Raises:
+        SwiftFP8Error: rows that are named and can't be read.
+    """
+    calibrates = config.export.calibrate and not config.export.calibration_dataset
+    if config.val_dataset:
+        entries, kind = tuple(config.val_dataset), "evaluation"
+        shared = set(map(_name, entries)) & set(map(_name, config.dataset))
+        clash = calibrates and bool(shared)
+    elif config.split_dataset_ratio > 0 and config.dataset:
+        entries, kind, clash = tuple(config.dataset), "evaluation", calibrates
+    elif config.dataset:
+        entries = tuple(map(_sampled, config.dataset))
+        kind, clash = "training", calibrates
+    else:
+        return RunRows(missing="no rows are known (a run has its own)")
+    if clash:
+        return RunRows(missing="the run's rows chose the rounding, so they can't judge it")
+    rows = _tokenized(config, entries, model_dir, _tokenizer_dir(model_dir, adapter_dir))
+    return RunRows(rows=rows, kind=kind)
+
+
+def take_rows(rows: Sequence[Row], tokens: int) -> list[Row]:
+    """Rows spread evenly over all of them, with about `tokens` tokens in all; one at least."""
+    lengths = [len(row.ids_T) for row in rows]
+    total = sum(lengths)
+    if total <= tokens:
+        return list(rows)
+    count = max(1, int(len(rows) * tokens / total))
+    return [rows[index * len(rows) // count] for index in range(count)]
+
+
+def _tokenized(
+    config: Config, entries: Sequence[str], model_dir: Path, tokenizer_dir: Path
+) -> list[Row]:
+    """The rows of `entries`; of a split, the part that was set aside."""
+    from swiftfp8.data.dataset import load_datasets
+    from swiftfp8.models.checkpoint import read_config_json
+    from swiftfp8.models.family import family_of
+    from swiftfp8.models.source import ModelSource
+    from swiftfp8.models.tokenizer import load_tokenizer
+
+    source = ModelSource(
+        name=model_dir.name,
+        path=tokenizer_dir,
+        family=family_of(read_config_json(model_dir)),
+        origin=str(model_dir),
+    )
+    tokenizer = load_tokenizer(source, config.template, config.trust_remote_code)
+    split = not config.val_dataset and config.split_dataset_ratio > 0
+    reading = replace(
+        config,
+        dataset=list(entries),
+        val_dataset=[],
+        split_dataset_ratio=config.split_dataset_ratio if split else 0.0,
+        packing=False,
+        data=replace(config.data, truncation="right"),
+    )
+    datasets = load_datasets(reading, tokenizer, 1)
+    found = datasets.eval if split else datasets.train
+    assert found is not None
+    return [
+        Row(ids_T=torch.tensor(row["input_ids"]), labels_T=torch.tensor(row["labels"]))
+        for row in (found[index] for index in range(len(found)))
+    ]
+
+
+def _tokenizer_dir(model_dir: Path, adapter_dir: Path | None) -> Path:
+    """The run's tokenizer, which may have a chat template that the base lacks; else the base's."""
+    if adapter_dir and (adapter_dir / "tokenizer_config.json").is_file():
+        return adapter_dir
+    return model_dir
+
+
+def _sampled(entry: str) -> str:
+    """The entry with no more than `_SAMPLE` of its rows."""
+    name, wanted = _name(entry), re.search(r"#(\d+)$", entry)
+    return f"{name}#{min(int(wanted[1]), _SAMPLE) if wanted else _SAMPLE}"
+
+
+def _name(entry: str) -> str:
+    return re.sub(r"#\d+$", "", entry)

@@ -1,0 +1,77 @@
+"""Rows that judge an export: evaluation rows, else training rows, never those that calibrated."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftfp8.config.paths import assets_dir
+from swiftfp8.config.schema import Config, ExportConfig
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.judge import Row
+from swiftfp8.export.run_rows import read_run_rows, take_rows
+from swiftfp8.models.family import family_named
+
+CALIBRATED = ExportConfig(calibrate=True)
+
+
+def model() -> Path:
+    return assets_dir() / str(family_named("tiny").embedded)
+
+
+def read(**options):
+    return read_run_rows(Config(max_length=256, **options), model(), None)
+
+
+def test_evaluation_rows_come_first() -> None:
+    found = read(dataset=["quickstart"], val_dataset=["quickstart-reworded"])
+    assert (found.kind, len(found.rows), found.missing) == ("evaluation", 42, None)
+    row = found.rows[0]
+    assert row.ids_T.shape == row.labels_T.shape
+    trained = row.labels_T != -100
+    assert 0 < trained.sum() < len(trained)  # the answer, not the question
+    assert torch.equal(row.labels_T[trained], row.ids_T[trained])
+
+
+def test_a_share_set_aside_is_the_one_of_the_run() -> None:
+    found = read(dataset=["quickstart#40"], split_dataset_ratio=0.1)
+    assert (found.kind, len(found.rows)) == ("evaluation", 4)
+
+
+def test_without_evaluation_rows_some_training_rows_judge() -> None:
+    found = read(dataset=["quickstart"])
+    assert (found.kind, len(found.rows)) == ("training", 256)
+    assert len(read(dataset=["quickstart#9"]).rows) == 9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dataset": ["quickstart"]},
+        {"dataset": ["quickstart"], "split_dataset_ratio": 0.5},
+        {"dataset": ["quickstart"], "val_dataset": ["quickstart#20"]},
+    ],
+)
+def test_rows_that_chose_the_rounding_do_not_judge_it(options) -> None:
+    found = read(**options, export=CALIBRATED)
+    assert not found.rows and "chose the rounding" in str(found.missing)
+    other = ExportConfig(calibrate=True, calibration_dataset=["quickstart-unseen"])
+    assert read(**options, export=other).rows
+
+
+def test_evaluation_rows_judge_a_calibrated_export() -> None:
+    found = read(dataset=["quickstart"], val_dataset=["quickstart-reworded"], export=CALIBRATED)
+    assert found.rows
+
+
+def test_no_rows_have_a_reason_and_bad_ones_an_error(tmp_path: Path) -> None:
+    assert "no rows are known" in str(read().missing)
+    with pytest.raises(SwiftFP8Error):
+        read(dataset=[str(tmp_path / "gone.jsonl")])
+
+
+def test_rows_are_spread_and_one_is_left_at_least() -> None:
+    rows = [Row(ids_T=torch.full((10,), n), labels_T=torch.full((10,), n)) for n in range(10)]
+    assert [int(row.ids_T[0]) for row in take_rows(rows, 30)] == [0, 3, 6]
+    assert len(take_rows(rows, 1000)) == 10
+    assert len(take_rows(rows, 1)) == 1
