@@ -226,7 +226,7 @@ def _evidence(source: Source, judges: Judges, settings: ExportConfig, partial: P
         origin = f"{len(windows)} {judges.rows.kind} rows"
     prompts: list[list[int]] = []
     if judges.engine:
-        texts_T = [row.ids_T for row in rows] or windows or list(_own_text(source, partial))
+        texts_T = windows or [row.ids_T for row in rows] or list(_own_text(source, partial))
         step = max(1, len(texts_T) // _PROMPTS)
         length = judges.engine_tokens // _PROMPTS
         prompts = [ids[:length].tolist() for ids in texts_T[::step] if len(ids) > 1]

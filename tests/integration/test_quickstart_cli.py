@@ -107,12 +107,21 @@ def test_the_export_loads_in_plain_transformers_and_answers(folder: Path) -> Non
         "evaluation loss",
     }
     assert all(verdict["passed"] for verdict in report["verdicts"]), report["verdicts"]
-    # What was learned survives merging and rounding: within 0.5%, as far as so few tokens can tell.
-    loss = report["loss"]
-    assert loss["trained"] < 0.5 and loss["error"] < 0.03
-    assert loss["export"] < (1.005 + loss["error"]) * loss["trained"]
+    assert report["loss"]["trained"] < 0.5
     run(folder, "-c", RELOAD, str(export))
     answer = swiftfp8(
         folder, "infer", f"model={export}", "prompt=What is the largest planet in our solar system?"
     )
     assert "jupiter" in answer.lower(), answer
+
+
+def test_what_was_learned_survives_the_merge(folder: Path) -> None:
+    """Merging alone costs next to nothing: the loss on the evaluation rows, before and after."""
+    swiftfp8(
+        folder, "merge", "run=output/one", "export.verify=false", "export.fidelity=fail",
+        "export.max_loss_increase=0.005",
+    )  # fmt: skip
+    report = json.loads((folder / "output" / "one" / "merged" / "export_report.json").read_text())
+    loss = report["loss"]
+    assert loss["trained"] < 0.5
+    assert abs(loss["export"] / loss["trained"] - 1) < 0.005
