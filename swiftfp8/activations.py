@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swiftfp8.hardware import ALL_FP8
-from swiftfp8.loss_plan import CHUNK_ELEMENTS, chunk_rows
+from swiftfp8.loss_plan import CHUNK_ELEMENTS, TRAINED_HEAD_CHUNK, chunk_rows
 from swiftfp8.models.meta import ModelMeta
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ def logit_bytes(meta: ModelMeta, layers: Sequence[LayerPlan], job: Job, tokens: 
     """Bytes of logits and of what a loss makes of them, for all tokens of a micro-batch."""
     if not job.fused_loss:
         return float(meta.vocab_size * LOGIT_BYTES * tokens)
-    rows = min(tokens, chunk_rows(meta.vocab_size, CHUNK_ELEMENTS[job.device]))
+    elements = CHUNK_ELEMENTS[job.device] * (TRAINED_HEAD_CHUNK if job.trained else 1)
+    rows = min(tokens, chunk_rows(meta.vocab_size, elements))
     chunk = float(rows * meta.vocab_size * (job.c if job.device == "cuda" else CPU_CHUNK_BYTES))
     weight = meta.vocab_size * meta.hidden_size
     if fp8_head(meta, layers) is not None:  # gradients as FP8 rows, and the transposed weight

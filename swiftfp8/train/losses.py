@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from swiftfp8.loss_plan import CHUNK_ELEMENTS, chunk_rows
+from swiftfp8.loss_plan import CHUNK_ELEMENTS, TRAINED_HEAD_CHUNK, chunk_rows
 from swiftfp8.models.loss_form import why_unfused
 from swiftfp8.precision._backend import compute_dtype
 from swiftfp8.precision.kernels.cross_entropy import cross_entropy_
@@ -191,7 +191,7 @@ def _loss_and_gradients(
     tokens = hidden.shape[0]
     vocabulary = (weight_VK if head is None else head.weight8_VK).shape[0]  # type: ignore[union-attr]
     elements = _CHUNK_ELEMENTS if hidden.is_cuda else min(_CHUNK_ELEMENTS, CHUNK_ELEMENTS["cpu"])
-    step = chunk_rows(vocabulary, elements)
+    step = chunk_rows(vocabulary, elements * (TRAINED_HEAD_CHUNK if need_dw else 1))
     weight = None if weight_VK is None else weight_VK.detach().to(hidden.dtype)
     grad = need_dh or need_dw
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)

@@ -40,8 +40,9 @@ from swiftfp8.train.rounding import store_rounded
 BATCH = 1 << 24
 """Weights whose masters exist at the same time."""
 _ALIGN = 64  # elements, so that vector loads of a piece are aligned
-KERNEL_SIZE = 1 << 16
-"""Weights from which on a tensor is worth a launch of its own."""
+KERNEL_SIZE = 1
+"""Weights from which on a tensor gets a launch of its own: one launch costs a host less than its
+share of the batched path, whose stochastic rounding alone is some twenty."""
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -32,6 +32,11 @@ def jit(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
     return kernel if triton is None else triton.jit(kernel, **options)
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def runs_triton(x: torch.Tensor) -> bool:
     """Whether x's kernels run in Triton: on a GPU, or anywhere under Triton's interpreter."""
     return x.is_cuda or INTERPRETED

@@ -3,7 +3,7 @@
 x Aᵀ and dy B multiply an FP8 operand as wide as a layer by a thin one. To widen the wide one to
 BF16 costs more time than to read it, so the thin one is brought to FP8 instead:
 
-    v = m / s      s = amax / 448 of each 256 values of a row
+    v = m / s      s = amax / 448 of each 512 values of a row
     hi = e4m3(v)   lo = e4m3(16 (v - hi))
     x Mᵀ = Σ_tiles s (x8 hiᵀ + x8 loᵀ / 16)
 
@@ -19,7 +19,14 @@ from dataclasses import dataclass
 
 import torch
 
-from swiftfp8.precision.kernels._triton import ceil_div, jit, next_power_of_2, runs_triton, tl
+from swiftfp8.precision.kernels._triton import (
+    ceil_div,
+    jit,
+    next_power_of_2,
+    runs_triton,
+    shared_memory,
+    tl,
+)
 from swiftfp8.precision.kernels.lora import block_of, three_ends
 from swiftfp8.precision.kernels.quantize import (
     E4M3,
@@ -29,7 +36,7 @@ from swiftfp8.precision.kernels.quantize import (
     to_e4m3,
 )
 
-TILE = 256
+TILE = 512
 _RANKS_PER_PROGRAM = 32
 
 
@@ -37,7 +44,7 @@ _RANKS_PER_PROGRAM = 32
 class Thin8:
     """M [J, C] as e4m3 [2J, C], rows 2j (hi) and 2j + 1 (lo), and float32 scales [tiles, 2J].
 
-    Tiles of 256 columns begin anew with every block; `ends` are the blocks' ends in C.
+    Tiles of 512 columns begin anew with every block; `ends` are the blocks' ends in C.
     """
 
     data_JC: torch.Tensor
@@ -165,9 +172,14 @@ def project_rows(
         BT=64,
         BC=TILE,
         num_warps=4,
-        num_stages=4,
+        num_stages=_stages(x8_TC.device, (64 + 2 * ranks) * TILE) if x8_TC.is_cuda else 1,
     )
     return out
+
+
+def _stages(device: torch.device, size: int) -> int:
+    """How many loads of `size` bytes go on at once: three, or what shared memory holds."""
+    return max(1, min(3, (shared_memory(device) - 8192) // size))
 
 
 def _empty(rows: int, columns: int, ends: tuple[int, ...], device: torch.device) -> Thin8:

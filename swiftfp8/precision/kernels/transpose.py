@@ -8,59 +8,70 @@ dW = dyᵀ x sums over tokens, so both operands are needed with tokens as column
 turned in one pass. `torch.compile` sees both functions as operators that it leaves alone.
 """
 
+from typing import Any
+
 import torch
 
-from swiftfp8.precision.kernels._triton import ceil_div, jit, runs_triton, tl
+from swiftfp8.precision.kernels._triton import (
+    INTERPRETED,
+    MISSING,
+    ceil_div,
+    jit,
+    runs_triton,
+    tl,
+)
 from swiftfp8.precision.kernels.quantize import E4M3, E4M3_MAX, to_e4m3
 
 
 def transpose8(w8_NK: torch.Tensor) -> torch.Tensor:
     """Wᵀ, [K, N], contiguous; any 1-byte dtype."""
+    return _turned(w8_NK, _transpose)
+
+
+def _turned(w8_NK: torch.Tensor, kernel: Any) -> torch.Tensor:
     if not runs_triton(w8_NK):
         return w8_NK.t().contiguous()
     rows, columns = w8_NK.shape
     assert w8_NK.is_contiguous() and w8_NK.element_size() == 1
-    out = torch.empty(columns, rows, dtype=w8_NK.dtype, device=w8_NK.device)
-    _transpose[(ceil_div(columns, 128), ceil_div(rows, 128))](
-        w8_NK.view(torch.uint8), out.view(torch.uint8), rows, columns, BLOCK=128, num_warps=8
+    out = torch.empty(columns, rows, dtype=torch.uint8, device=w8_NK.device)
+    kernel[(ceil_div(columns, 128), ceil_div(rows, 128))](
+        w8_NK.view(torch.uint8), out, rows, columns, BLOCK=128, num_warps=8
     )
-    return out
+    return out.view(w8_NK.dtype)
 
 
 def cast_transpose(x_TC: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """e4m3 of (x / scale)ᵀ, [C, T]; `scale` is one float32 value, amax / 448."""
+    return _cast_turned(x_TC, scale, _cast_transpose)
+
+
+def _cast_turned(x_TC: torch.Tensor, scale: torch.Tensor, kernel: Any) -> torch.Tensor:
     if not runs_triton(x_TC):
         scaled = (x_TC.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)
         return scaled.t().contiguous().to(E4M3)
     tokens, columns = x_TC.shape
     assert x_TC.is_contiguous()
     out = torch.empty(columns, tokens, dtype=E4M3, device=x_TC.device)
-    _cast_transpose[(ceil_div(columns, 64), ceil_div(tokens, 128))](
+    kernel[(ceil_div(columns, 64), ceil_div(tokens, 128))](
         x_TC, scale, out, tokens, columns, BT=128, BC=64, num_warps=4
     )
     return out
 
 
-@torch.library.custom_op("swiftfp8::transpose8", mutates_args=())
+@torch.library.triton_op("swiftfp8::transpose8", mutates_args={})
 def transpose8_op(w8_NK: torch.Tensor) -> torch.Tensor:
-    """`transpose8` for code that is compiled."""
-    return transpose8(w8_NK)
+    """`transpose8` for code that is compiled, which launches the kernel by itself."""
+    return _turned(w8_NK, _traced(_transpose))
 
 
-@transpose8_op.register_fake
-def _(w8_NK: torch.Tensor) -> torch.Tensor:
-    return w8_NK.new_empty(w8_NK.shape[1], w8_NK.shape[0])
-
-
-@torch.library.custom_op("swiftfp8::cast_transpose", mutates_args=())
+@torch.library.triton_op("swiftfp8::cast_transpose", mutates_args={})
 def cast_transpose_op(x_TC: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`cast_transpose` for code that is compiled."""
-    return cast_transpose(x_TC.contiguous(), scale)
+    """`cast_transpose` for code that is compiled, which launches the kernel by itself."""
+    return _cast_turned(x_TC, scale, _traced(_cast_transpose))
 
 
-@cast_transpose_op.register_fake
-def _(x_TC: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x_TC.new_empty(x_TC.shape[1], x_TC.shape[0], dtype=E4M3)
+def _traced(kernel: Any) -> Any:
+    return kernel if MISSING or INTERPRETED else torch.library.wrap_triton(kernel)
 
 
 @jit
