@@ -34,6 +34,7 @@ from swiftfp8.export.room import free_memory
 from swiftfp8.export.run_rows import RunRows, take_rows
 from swiftfp8.export.source import Source
 from swiftfp8.export.verify import token_ids
+from swiftfp8.models.task_model import auto_class_of
 
 _PROMPTS, _FEWEST_TOKENS = 4, 32
 _GIB = 2**30
@@ -199,6 +200,16 @@ def _fitting(
         why = "an adapter is exported as it is"
         missing.update({FIDELITY: why, LOSS: why})
         return replace(judges, texts=(), rows=RunRows(), engine=None, missing=missing)
+    if _speaks_not(source):
+        why = "the model does not predict words"
+        if settings.fidelity == "fail" or settings.smoke == "require":
+            raise RunFailed(
+                f"the export can't be judged: {why}",
+                where="export.fidelity, export.smoke",
+                fix="leave both at their defaults for a model of this kind",
+            )
+        missing.update({FIDELITY: why, LOSS: why, ENGINE: why})
+        return Judges(missing=missing)
     if not layout.quantized:
         missing.pop(FIDELITY, None)  # the export is the BF16 merge
     asked = judges.texts or settings.fidelity == "fail" or settings.smoke == "require"
@@ -208,6 +219,11 @@ def _fitting(
             missing[ENGINE] = why
         return Judges(missing=missing)
     return replace(judges, missing=missing)
+
+
+def _speaks_not(source: Source) -> bool:
+    auto_class = auto_class_of(source.layers.config.get("architectures"))
+    return bool(auto_class.__name__ != "AutoModelForCausalLM")
 
 
 def _evidence(source: Source, judges: Judges, settings: ExportConfig, partial: Path) -> Evidence:

@@ -17,6 +17,7 @@ import torch
 from swiftfp8.config.schema import Config
 from swiftfp8.export.judge import Row
 
+_OF_WORDS = ("sft", "pretrain")
 _SAMPLE = 256  # training rows per entry of `dataset`: more than the judges look at
 
 
@@ -35,6 +36,8 @@ def read_run_rows(config: Config, model_dir: Path, adapter_dir: Path | None) -> 
     Raises:
         SwiftFP8Error: rows that are named and can't be read.
     """
+    if config.task not in _OF_WORDS:
+        return RunRows(missing=f"task={config.task} does not predict words")
     calibrates = config.export.calibrate and not config.export.calibration_dataset
     if config.val_dataset:
         entries, kind = tuple(config.val_dataset), "evaluation"

@@ -64,6 +64,11 @@ def test_evaluation_rows_judge_a_calibrated_export() -> None:
     assert found.rows
 
 
+@pytest.mark.parametrize("task", ["seq_cls", "dpo", "reward", "embedding"])
+def test_rows_of_other_tasks_have_no_loss_over_words(task: str) -> None:
+    assert task in str(read(dataset=["quickstart"], task=task).missing)
+
+
 def test_no_rows_have_a_reason_and_bad_ones_an_error(tmp_path: Path) -> None:
     assert "no rows are known" in str(read().missing)
     with pytest.raises(SwiftFP8Error):
