@@ -147,7 +147,8 @@ def infer(tokens: Tokens = None) -> None:
 
     Keys: adapter= checkpoint= prompt= system= max_new_tokens= temperature= top_p= seed=. Without
     prompt= the chat is interactive. enable_thinking=false asks a template that knows it for
-    answers without reasoning.
+    answers without reasoning. What task=seq_cls, reward or embedding trained answers prompt= with
+    labels, a score or a vector; a reward model wants question and answer as a list of turns.
     """
     from swiftfp8.requests import InferRequest
 

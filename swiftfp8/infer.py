@@ -16,6 +16,7 @@ from rich.console import Console
 
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.models.turns import turn_ends
+from swiftfp8.tasks import TASKS, Trained
 
 _HELP = "type a message; /reset forgets the conversation, /exit or Ctrl-D ends"
 _EXIT = frozenset({"/exit", "/quit"})
@@ -68,16 +69,24 @@ def chat(
 
 
 def load_for_chat(
-    model_dir: Path, adapter_dir: Path | None = None, *, trust_remote_code: bool = False
+    model_dir: Path,
+    adapter_dir: Path | None = None,
+    *,
+    trust_remote_code: bool = False,
+    trained: Trained | None = None,
 ) -> Any:
-    """The model for inference on the best device here, with the adapter on it if there is one."""
-    from transformers import AutoModelForCausalLM
+    """The model for inference on the best device here, with the adapter on it if there is one.
 
+    `trained` says what it was trained for, where that is no language model.
+    """
     from swiftfp8.models.quiet import quiet_transformers
+    from swiftfp8.models.task_model import auto_class, set_head
 
-    model_class: Any = AutoModelForCausalLM
+    model_class = auto_class(TASKS[trained.task if trained else "sft"])
     device, dtype = _placement()
     config, quantization = _read_config(model_dir, trust_remote_code)
+    if trained is not None and trained.head is not None:
+        set_head(config, trained.head, trained.pad_token_id)
     if _is_fp8_without_blocks(config):
         model = _dequantized(model_dir, dtype, trust_remote_code)
         return (_with_adapter(model, adapter_dir) if adapter_dir else model).to(device).eval()
@@ -88,6 +97,7 @@ def load_for_chat(
                 config=config,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=adapter_dir is not None and trained is not None,
                 **quantization,
             )
     except (OSError, ValueError, RuntimeError) as error:

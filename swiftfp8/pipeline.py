@@ -23,7 +23,7 @@ from swiftfp8.hardware import Hardware, parse_hardware, probe
 from swiftfp8.plan import Plan, build_plan
 from swiftfp8.report.plan_table import plan_to_dict, precision_report, print_plan
 from swiftfp8.requests import ExportRequest, InferRequest, VerifyRequest
-from swiftfp8.tasks import REWARD_HEAD, Head
+from swiftfp8.tasks import REWARD_HEAD, Head, read_task_file
 
 if TYPE_CHECKING:
     from swiftfp8.bench import BenchRequest, Row
@@ -160,10 +160,11 @@ def verify(request: VerifyRequest, *, console: Console | None = None) -> bool:
 
 
 def infer(request: InferRequest) -> None:
-    """Chat with a run, an adapter on its base, or an export; the reply is streamed."""
+    """Ask a run, an adapter on its base, or an export; a chat's reply is streamed."""
     from swiftfp8.config.compose import read_resolved
     from swiftfp8.export.request import locate
     from swiftfp8.infer import Sampling, chat
+    from swiftfp8.infer_task import judge
 
     model_dir, adapter_dir = locate(
         run=request.run,
@@ -172,6 +173,16 @@ def infer(request: InferRequest) -> None:
         checkpoint=request.checkpoint,
     )
     trusted = request.run is not None and read_resolved(Path(request.run)).trust_remote_code
+    trained = read_task_file(adapter_dir or model_dir)
+    if trained is not None:
+        judge(
+            model_dir,
+            adapter_dir,
+            trained,
+            prompt=request.prompt,
+            trust_remote_code=request.trust_remote_code or trusted,
+        )
+        return
     chat(
         model_dir,
         adapter_dir,

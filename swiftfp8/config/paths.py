@@ -14,7 +14,7 @@ from swiftfp8.errors import SwiftFP8Error
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
-GROUPS = ("precision", "tuner", "train", "export")
+GROUPS = ("precision", "tuner", "train", "export", "rlhf")
 """The packaged option groups. `model/` and `dataset/` hold registered things, not options."""
 
 

@@ -102,10 +102,14 @@ def _give_defaults(content: Any, recipe: Path | None) -> None:
     if not isinstance(content, DictConfig) or "defaults" in content:
         return
     entries: list[Any] = ["config"]
+    overrides: list[Any] = []  # Hydra wants them after what adds a group
     for group in GROUPS:
         option = content.get(group)
         if isinstance(option, str) and option in group_options(group, recipe):
-            entries.append({f"override {group}" if group in _ALWAYS_CHOSEN else group: option})
+            if group in _ALWAYS_CHOSEN:
+                overrides.append({f"override {group}": option})
+            else:
+                entries.append({group: option})
             if group not in field_docs():
                 del content[group]
-    content["defaults"] = [*entries, "_self_"]
+    content["defaults"] = [*entries, *overrides, "_self_"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +18,17 @@ import numpy as np
 from swiftfp8.data.chat import Example, tokenize_rows
 from swiftfp8.data.dataset import tokenize_settings
 from swiftfp8.data.files import BadPlace
+from swiftfp8.data.labels import find_head
 from swiftfp8.data.lengths import MASKED, Fitted, Pair, fit_rows
 from swiftfp8.data.reading import Converted, read_examples
 from swiftfp8.data.report import SourceReport
+from swiftfp8.data.task_tokens import tokenize_task
+from swiftfp8.tasks import TASKS, Head
 
 if TYPE_CHECKING:
     from swiftfp8.config.schema import Config
 
+Tokenize = Callable[[Sequence[Example]], tuple[list[Pair], list[BadPlace]]]
 _UNLIMITED = 2**31 - 1
 _PAIRS_SHOWN = 3
 
@@ -96,19 +101,29 @@ def inspect_datasets(config: Config, tokenizer: Any, *, sample: int, show: int) 
     Raises:
         SwiftFP8Error: what reading and tokenizing raise; bad rows are reported instead.
     """
+    head = find_head(config) if config.task == "seq_cls" else None
+    tokenize = partial(_tokenize, tokenizer=tokenizer, config=config, head=head)
     train = read_examples(config.dataset, config, "dataset")
-    part, digests = _inspect(train, tokenizer, config, "dataset", sample, show)
+    part, digests = _inspect(train, tokenizer, config, "dataset", sample, show, tokenize)
     if not config.val_dataset:
         return Inspection(train=part, eval=None, leaked=0)
     held = read_examples(config.val_dataset, config, "val_dataset")
-    held_part, held_digests = _inspect(held, tokenizer, config, "val_dataset", sample, show)
+    held_part, held_digests = _inspect(
+        held, tokenizer, config, "val_dataset", sample, show, tokenize
+    )
     known = set(digests)
     leaked = sum(digest in known for digest in held_digests)
     return Inspection(train=part, eval=held_part, leaked=leaked)
 
 
 def _inspect(
-    rows: Converted, tokenizer: Any, config: Config, name: str, sample: int, show: int
+    rows: Converted,
+    tokenizer: Any,
+    config: Config,
+    name: str,
+    sample: int,
+    show: int,
+    tokenize: Tokenize,
 ) -> tuple[PartInspection, list[bytes]]:
     examples = rows.examples
     digests = [_digest(example) for example in examples]
@@ -121,7 +136,7 @@ def _inspect(
     if 0 < sample < len(examples):
         chosen = sorted(random.Random(config.seed).sample(range(len(examples)), sample))
         drawn = [examples[index] for index in chosen]
-    pairs, bad = _tokenize(drawn, tokenizer, config)
+    pairs, bad = tokenize(drawn)
     return PartInspection(
         name=name,
         sources=rows.sources,
@@ -137,7 +152,7 @@ def _inspect(
         lengths=np.array([len(ids) for ids, _ in pairs], dtype=np.int64),
         trained=np.array([np.count_nonzero(y != MASKED) for _, y in pairs], dtype=np.int64),
         fitted=fit_rows(pairs, config.max_length, config.data.truncation),
-        shown=tuple(_show(examples, tokenizer, config, show)),
+        shown=tuple(_show(examples, tokenizer, config, show, tokenize)),
     ), digests
 
 
@@ -147,9 +162,13 @@ def _digest(example: Example) -> bytes:
 
 
 def _tokenize(
-    examples: Sequence[Example], tokenizer: Any, config: Config
+    examples: Sequence[Example], *, tokenizer: Any, config: Config, head: Head | None
 ) -> tuple[list[Pair], list[BadPlace]]:
-    """Whole rows, however long."""
+    """Whole rows, however long; of a preference both answers."""
+    if not TASKS[config.task].packs:
+        unlimited = replace(config, max_length=_UNLIMITED)
+        made = tokenize_task(examples, tokenizer, unlimited, head=head, pooling=None)
+        return list(made.pairs), list(made.bad)
     settings = replace(tokenize_settings(config), max_length=_UNLIMITED)
     pairs: list[Pair] = []
     bad: list[BadPlace] = []
@@ -160,13 +179,13 @@ def _tokenize(
 
 
 def _show(
-    examples: Sequence[Example], tokenizer: Any, config: Config, count: int
+    examples: Sequence[Example], tokenizer: Any, config: Config, count: int, tokenize: Tokenize
 ) -> list[ShownRow]:
     count = min(count, len(examples))
     shown = []
     for k in range(count):
         example = examples[k * len(examples) // count]
-        pairs, _ = _tokenize([example], tokenizer, config)
+        pairs, _ = tokenize([example])
         for ids, labels in pairs:
             cut = max(0, len(ids) - config.max_length)
             runs = _runs(ids[: config.max_length], labels[: config.max_length], tokenizer)

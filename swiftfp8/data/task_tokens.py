@@ -34,9 +34,13 @@ _UNLIMITED = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class TaskTokens:
-    """What the rows became; `rows` is None where none is left. Tokens are of all sequences."""
+    """What the rows became; `rows` is None where none is left. Tokens are of all sequences.
+
+    `pairs` are those sequences, each with the labels that say what of it is scored.
+    """
 
     rows: TaskRows | RelatedRows | None
+    pairs: tuple[Pair, ...]
     bad: tuple[BadPlace, ...]
     dropped: Mapping[str, int]
     truncated: int
@@ -99,9 +103,11 @@ class _Fitter:
         return made
 
     def result(self, rows: TaskRows | RelatedRows | None, pairs: Iterable[Pair]) -> TaskTokens:
+        pairs = tuple(pairs)
         lengths = [(len(ids), int(np.count_nonzero(labels != MASKED))) for ids, labels in pairs]
         return TaskTokens(
             rows=rows,
+            pairs=pairs,
             bad=tuple(self.bad),
             dropped=self.dropped,
             truncated=self.truncated,

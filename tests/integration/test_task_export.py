@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from swiftfp8 import pipeline
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.request import locate
+from swiftfp8.infer_task import judge
 from swiftfp8.requests import ExportRequest, VerifyRequest
 from swiftfp8.tasks import read_task_file
 
@@ -116,3 +119,46 @@ def test_what_needs_a_language_model_is_refused(tmp_path, models):
     run = train(tmp_path, models, "seq_cls")
     with pytest.raises(SwiftFP8Error, match="as a language model does"):
         export(run, "export.calibrate=true")
+
+
+def ask(prompt: str, **where: str) -> str:
+    output = io.StringIO()
+    model_dir, adapter_dir = locate(
+        run=where.get("run"), model=where.get("model"), adapter=None, checkpoint=None
+    )
+    trained = read_task_file(adapter_dir or model_dir)
+    assert trained is not None
+    console = Console(file=output, width=200)
+    answer = judge(model_dir, adapter_dir, trained, prompt=prompt, console=console)
+    assert answer is not None and answer in output.getvalue()
+    return answer
+
+
+def test_a_run_and_its_export_are_asked(tmp_path, models):
+    run = train(tmp_path, models, "seq_cls", max_steps=12, learning_rate=0.01)
+    export(run, "export.format=fp8_block")
+    for where in ({"run": str(run)}, {"model": str(run / "export")}):
+        first, second = ask(TEXT, **where).splitlines()
+        share, label = first.split()
+        assert label == "food" and float(share) > 0.8
+        assert float(share) + float(second.split()[0]) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_reward_model_scores_an_answer_to_a_question(tmp_path, models):
+    run = train(tmp_path, models, "reward", max_steps=12)
+    scores = [
+        float(ask(json.dumps([{"role": "user", "content": TEXT},
+                              {"role": "assistant", "content": answer}]), run=str(run)))
+        for answer in ("yes yes", "never")
+    ]  # fmt: skip
+    assert scores[0] > scores[1]
+    with pytest.raises(SwiftFP8Error, match="judges an answer to a question"):
+        ask("yes yes", run=str(run))
+
+
+def test_an_embedding_is_a_unit_vector_near_its_positive(tmp_path, models):
+    run = train(tmp_path, models, "embedding", max_steps=12, learning_rate=0.01)
+    cat, meow, bark = (torch.tensor(json.loads(ask(x, run=str(run))))
+                       for x in ("cat", "meow", "bark"))  # fmt: skip
+    assert cat.norm() == pytest.approx(1.0, abs=1e-3)
+    assert cat @ meow > cat @ bark

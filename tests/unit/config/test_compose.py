@@ -48,6 +48,13 @@ def test_nothing_given_is_the_schema_and_the_packaged_choices() -> None:
     assert composed.provenance["tuner"].startswith("configs/tuner/lora.yaml:")
 
 
+def test_a_flat_recipe_chooses_any_groups_together() -> None:
+    write("mine.yaml", "# mine\ntuner: full\ntrain: short\nrlhf: simpo\nprecision: bf16\n")
+    config = compose_config("mine").config
+    assert (config.tuner, config.train.logging_steps, config.rlhf.beta) == ("full", 1, 2.0)
+    assert config.dtype == "bf16"
+
+
 def test_a_flat_recipe_sits_on_packaged_config_and_chooses_groups_by_name() -> None:
     write("mine.yaml", "# mine\ntuner: full\nprecision: fp8_current\ntrain:\n  save_steps: 7\n")
     composed = compose_config("mine")

@@ -110,3 +110,22 @@ def test_a_row_over_max_length_shows_where_it_is_cut(tokenizer, write):
     assert f"--- cut: {row.cut} tokens over max_length" in printed(
         inspect(tokenizer, dataset=path, max_length=30)
     )
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "sequences", "shown"),
+    [
+        ("dpo", {"prompt": "q", "chosen": "yes", "rejected": "no"}, 2, "yes"),
+        ("reward", {"prompt": "q", "chosen": "yes", "rejected": "no"}, 2, "yes"),
+        ("seq_cls", {"text": "some words", "label": "a"}, 1, "some words"),
+        ("embedding", {"anchor": "q", "positive": "yes", "negative": "no"}, 3, "q"),
+    ],
+)
+def test_rows_of_other_tasks_are_shown_too(tokenizer, tmp_path, task, row, sequences, shown):
+    path = tmp_path / "rows.jsonl"
+    rows = [row, {**row, "label": "b"}] if task == "seq_cls" else [row]
+    path.write_text("\n".join(json.dumps(one) for one in rows))
+    found = inspect_datasets(Config(task=task, dataset=str(path)), tokenizer, sample=0, show=1)
+    assert len(found.train.lengths) == sequences * len(rows)
+    trained = [run.text for run in found.train.shown[0].runs if run.trained]
+    assert trained[0].startswith(shown)
