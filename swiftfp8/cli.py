@@ -140,6 +140,22 @@ def merge(tokens: Tokens = None) -> None:
     pipeline.merge(request)
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+@guarded
+def deploy(tokens: Tokens = None) -> None:
+    """Serve an export: dir=<export> [engine=vllm] [host=] [port=]
+
+    Hands over to the engine's own server: vllm, sglang, lmdeploy, tensorrt_llm or transformers.
+    Other arguments go to it as they are: deploy dir=out --max-model-len 4096. python=<python of
+    an environment> says where it is installed. Where it is not, the command is printed and the
+    exit code is 2.
+    """
+    request, extra = _deploy_request(tokens or [])
+    from swiftfp8 import pipeline
+
+    pipeline.deploy(request, extra)
+
+
 @app.command()
 @guarded
 def infer(tokens: Tokens = None) -> None:
@@ -248,6 +264,19 @@ def _export_request(tokens: Sequence[str]) -> Any:
     taken, rest = take(tokens, SOURCE_KEYS)
     check_keys(rest, also=SOURCE_KEYS)
     return ExportRequest(**taken, overrides=tuple(rest))
+
+
+def _deploy_request(tokens: Sequence[str]) -> tuple[Any, Sequence[str]]:
+    """Our keys up to the first argument that is none; the rest is the engine's."""
+    from swiftfp8.errors import SwiftFP8Error
+    from swiftfp8.requests import DeployRequest
+
+    count = next((n for n, token in enumerate(tokens) if token.startswith("-")), len(tokens))
+    ours, extra = tokens[:count], tokens[count:]
+    if not any(token.startswith("dir=") for token in ours):
+        fix = "swiftfp8 deploy dir=<export directory>"
+        raise SwiftFP8Error("no directory to serve", where="command line", fix=fix)
+    return read_values(DeployRequest, ours), extra
 
 
 def _verify(tokens: Sequence[str]) -> int:

@@ -97,6 +97,8 @@ def _typed(kind: Any, text: str, token: str) -> Any:
         if text.lower() not in ("true", "false"):
             raise SwiftFP8Error(f"must be true or false, not '{text}'", where=where)
         return text.lower() == "true"
+    if kind == int | None:
+        kind = int
     if kind not in (int, float):
         return text
     try:

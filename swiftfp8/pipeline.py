@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.hardware import Hardware, parse_hardware, probe
 from swiftfp8.plan import Plan, build_plan
 from swiftfp8.report.plan_table import plan_to_dict, precision_report, print_plan
-from swiftfp8.requests import ExportRequest, InferRequest, VerifyRequest
+from swiftfp8.requests import DeployRequest, ExportRequest, InferRequest, VerifyRequest
 from swiftfp8.tasks import REWARD_HEAD, Head, read_task_file
 
 if TYPE_CHECKING:
@@ -210,6 +210,20 @@ def bench(
     print_plan(made, console)
     console.print()
     return stage.bench(request, composed, console)
+
+
+def deploy(request: DeployRequest, extra: Sequence[str] = ()) -> None:
+    """Hand over to an engine that serves an export; `extra` are arguments of its own."""
+    from swiftfp8.deploy import deploy as stage
+
+    stage(
+        Path(request.dir),
+        request.engine,
+        python=request.python,
+        host=request.host,
+        port=request.port,
+        extra=extra,
+    )
 
 
 def doctor(console: Console | None = None) -> int:

@@ -26,6 +26,17 @@ class VerifyRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeployRequest:
+    """Serve an export in an engine; `python` names an environment that has it."""
+
+    dir: str
+    engine: str = "vllm"
+    python: str | None = None
+    host: str | None = None
+    port: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class InferRequest:
     """Chat with a run, or with a model and an optional adapter.
 

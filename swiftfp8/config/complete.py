@@ -44,6 +44,15 @@ _INFER_KEYS = {
 }
 
 
+_DEPLOY_KEYS = {
+    "dir": "An export's directory.",
+    "engine": "Who serves it.",
+    "python": "Python of an environment that has the engine.",
+    "host": "Address to listen on.",
+    "port": "Port to listen on.",
+}
+
+
 def complete_token(command: str, before: Sequence[str], incomplete: str) -> list[tuple[str, str]]:
     """Candidates and their help for the word being typed.
 
@@ -64,6 +73,8 @@ def complete_token(command: str, before: Sequence[str], incomplete: str) -> list
 
 
 def _keys(command: str) -> Iterable[tuple[str, str]]:
+    if command == "deploy":
+        return _DEPLOY_KEYS.items()
     if command == "infer":
         return _INFER_KEYS.items()
     keys = {key: doc.help for key, doc in field_docs().items()}
@@ -93,6 +104,8 @@ def _choices(command: str, key: str) -> Sequence[str]:
         return _HARDWARE
     if key == "enable_thinking" and command == "infer":
         return ("true", "false", "null")
+    if key == "engine" and command == "deploy":
+        return field_docs()["export.target"].choices
     if key == "checkpoint":
         return ("best", "last")
     if key == "model_type":
@@ -108,7 +121,9 @@ def _choices(command: str, key: str) -> Sequence[str]:
 def _paths(command: str, key: str, start: str) -> list[tuple[str, str]]:
     """Files and folders, for keys that hold paths."""
     doc = field_docs().get(key)
-    if not (key in ("config", *_RUN_KEYS) or (doc and doc.kind in ("text", "names"))):
+    if not (
+        key in ("config", "dir", "python", *_RUN_KEYS) or (doc and doc.kind in ("text", "names"))
+    ):
         return []
     folder, _, name = start.rpartition("/")
     parent = Path(folder or ("/" if start.startswith("/") else ".")).expanduser()

@@ -6,8 +6,8 @@ Up to three models are loaded, one after the other, in float32 on a CPU and in B
     trained   the base with its adapter beside it, un-merged, as it was trained
     export    the weights that a reader of the export gets
 
-Activations stay in high precision: what is judged is the weights. What an engine makes of them is
-another question, see `engine_run.py`.
+Activations stay in high precision: what is judged is the weights. Only for the prompts that an
+engine runs are they rounded where the engine rounds them (`activation_group`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Row:
 class Evidence:
     """What the models are run over: windows of text, rows with labels, prompts for an engine.
 
-    `windows_from` and `rows_from` say in words where they come from; `rows_kind` is "evaluation"
-    or "training".
+    `windows_from` says in words where the windows come from; `rows_kind` is "evaluation" or
+    "training". For the prompts, inputs of FP8 linears are rounded to e4m3 in groups of
+    `activation_group` elements: 0 is a whole token, None rounds nothing.
     """
 
     windows: Sequence[Tensor] = ()
@@ -53,6 +54,7 @@ class Evidence:
     rows: Sequence[Row] = ()
     rows_kind: str = "evaluation"
     prompts: Sequence[Sequence[int]] = ()
+    activation_group: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,8 @@ def compare_models(
         loss = None
         if trained is not None and len(trained):
             loss = _task_loss(trained, token_losses(model, rows), evidence, adapter is not None)
+        if evidence.activation_group is not None:
+            round_inputs(model, layout, evidence.activation_group)
         exact, rounded = _prompt_logp(model, evidence.prompts)
     return Findings(fidelity=fidelity, loss=loss, prompt_logp=exact, prompt_logp_bf16=rounded)
 
@@ -174,6 +178,24 @@ def token_logp(model: Any, ids: Sequence[int]) -> list[float]:
     log_p = _logits(model, ids_T)[:-1].float().log_softmax(-1)
     found: list[float] = log_p.gather(-1, ids_T[1:, None].to(log_p.device))[:, 0].tolist()
     return found
+
+
+def round_inputs(model: Any, layout: Layout, group: int) -> int:
+    """Round the inputs of the layout's FP8 linears as an engine does; how many were found.
+
+    A scale is the largest magnitude of a group over 448 (e4m3's largest value).
+    """
+    names = {name.removesuffix(".weight") for name in layout.quantized}
+    found = [module for name, module in model.named_modules() if name in names]
+    for module in found:
+        module.register_forward_pre_hook(lambda _, inputs: (_rounded(inputs[0], group),))
+    return len(found)
+
+
+def _rounded(x: Tensor, group: int) -> Tensor:
+    parts = x.float().reshape(*x.shape[:-1], -1, group or x.shape[-1])
+    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
+    return ((parts / scale).to(torch.float8_e4m3fn).float() * scale).reshape(x.shape).to(x.dtype)
 
 
 def _prompt_logp(

@@ -21,6 +21,7 @@ from swiftfp8.export.engine_run import (
     Engine,
     EngineError,
     EngineRun,
+    activation_group,
     find_engine,
     limit_for,
     prompt_tokens,
@@ -117,7 +118,7 @@ def judge(
         RunFailed: a limit is missed and the user wants that to be a failure.
     """
     judges = _fitting(source, layout, judges, settings, device)
-    evidence = _evidence(source, judges, settings, partial)
+    evidence = _evidence(source, judges, settings, partial, layout.format)
     if not (evidence.windows or evidence.rows or evidence.prompts):
         return Judgement(not_checked=judges.missing)
     try:
@@ -226,7 +227,9 @@ def _speaks_not(source: Source) -> bool:
     return bool(auto_class.__name__ != "AutoModelForCausalLM")
 
 
-def _evidence(source: Source, judges: Judges, settings: ExportConfig, partial: Path) -> Evidence:
+def _evidence(
+    source: Source, judges: Judges, settings: ExportConfig, partial: Path, format_name: str
+) -> Evidence:
     """Token ids of text, rows and prompts."""
     tokens = settings.fidelity_tokens
     rows = take_rows(judges.rows.rows, tokens) if judges.rows.rows else []
@@ -252,6 +255,7 @@ def _evidence(source: Source, judges: Judges, settings: ExportConfig, partial: P
         rows=rows,
         rows_kind=judges.rows.kind,
         prompts=prompts[:_PROMPTS],
+        activation_group=activation_group(judges.engine, format_name) if judges.engine else None,
     )
 
 
