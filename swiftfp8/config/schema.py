@@ -241,6 +241,9 @@ class ExportConfig:
     """Held-out text for it; left out, the run's own evaluation rows, or else its training rows."""
     fidelity_tokens: Positive = 4096
     """How many tokens of it are read."""
+    activation_scheme: Literal["dynamic", "static"] = "dynamic"
+    """Scales of activations: taken by the engine as it runs, or `static`, measured on
+    `calibration_dataset` (`compressed_tensors` and `fp8`; `modelopt` always is)."""
     kv_cache: Literal["fp8"] | None = None
     """`fp8` measures scales for keys and values on `calibration_dataset`, and engines then keep
     their cache in FP8 by them (`compressed_tensors`, for vLLM and SGLang)."""

@@ -18,8 +18,9 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.formats import bf16
 from swiftfp8.export.journal import JOURNAL_NAME
 from swiftfp8.export.layout import Fault, FormatOptions
+from swiftfp8.export.reload import quantization_section
 from swiftfp8.export.source import open_source
-from swiftfp8.export.targets import ENGINES, format_warnings, why_no_reload
+from swiftfp8.export.targets import engines_for, format_warnings, why_no_reload
 from swiftfp8.export.verify import (
     ReloadCheck,
     format_of,
@@ -87,13 +88,18 @@ def check_checkpoint(
                 faults.append(found)
             else:
                 checked += f"; {reload_text(found)}"
-    loads = [engine for engine, formats in ENGINES.items() if formats.get(name) is None]
+    section = {} if name == "adapter" else quantization_section(directory)
+    static = section.get("activation_scheme") == "static"
+    loads = engines_for(name, static=static)
     return CheckResult(
         directory=directory,
         format=name,
         faults=tuple(faults),
         checked=checked,
-        notes=(f"engines for this format: {', '.join(loads)}", *format_warnings(name)),
+        notes=(
+            f"engines for this format: {', '.join(loads)}",
+            *format_warnings(name, static=static),
+        ),
     )
 
 

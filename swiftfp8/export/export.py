@@ -56,8 +56,10 @@ from swiftfp8.export.survival import require_survival
 from swiftfp8.export.targets import (
     format_warnings,
     pick_format,
+    pick_static_format,
     require_kv_cache,
     require_loadable,
+    require_static,
     why_no_reload,
 )
 from swiftfp8.export.task_base import copy_task_file
@@ -181,7 +183,11 @@ def export_checkpoint(
             read_back=read_back,
             judgement=judgement,
             calibration=calibration,
-            warnings=(*format_warnings(layout.format), *warnings, *judgement.warnings),
+            warnings=(
+                *format_warnings(layout.format, static=layout.input_amax is not None),
+                *warnings,
+                *judgement.warnings,
+            ),
             reused=journal.reused,
             kv_scales=kv_scales(layout.kv_amax),
             tensor_parallel=tuple(judge_tp(source, layout, settings.tp or SIZES)),
@@ -223,7 +229,8 @@ def find_format(name: str) -> ExportFormat:
 def _require_format(settings: ExportConfig) -> None:
     if settings.format != "auto":
         find_format(settings.format)
-        require_loadable(settings.format, settings.target)
+        static = settings.activation_scheme == "static"
+        require_loadable(settings.format, settings.target, static=static)
 
 
 def _describe(
@@ -235,9 +242,12 @@ def _describe(
     why = "as asked"
     if settings.format == "auto" and settings.kv_cache:
         name, why = "compressed_tensors", "it has a place for the scales of export.kv_cache"
+    elif settings.format == "auto" and settings.activation_scheme == "static":
+        name, why = pick_static_format(settings.target)
     elif settings.format == "auto":
         name, why = pick_format(source, options, settings.target)
     export_format = find_format(name)
+    require_static(name, settings.activation_scheme)
     if settings.kv_cache:
         require_kv_cache(
             name,
@@ -256,7 +266,8 @@ def _require_speech(source: Source, settings: ExportConfig, export_format: Expor
         "export.calibrate=true": settings.calibrate,
         "export.kv_cache": settings.kv_cache is not None,
         "export.fidelity_dataset": bool(settings.fidelity_dataset),
-        f"export.format={settings.format}": getattr(export_format, "STATIC_INPUTS", False),
+        f"export.format={settings.format}": getattr(export_format, "STATIC_INPUTS", "") == "always",
+        "export.activation_scheme": _is_static(export_format, settings),
     }
     for key, wanted in asked.items():
         if wanted and not source.layers.speaks:
@@ -269,7 +280,13 @@ def _require_speech(source: Source, settings: ExportConfig, export_format: Expor
 
 def _needs_rows(export_format: ExportFormat, settings: ExportConfig) -> bool:
     """Whether static scales have to be measured on text."""
-    return bool(getattr(export_format, "STATIC_INPUTS", False) or settings.kv_cache)
+    return _is_static(export_format, settings) or settings.kv_cache is not None
+
+
+def _is_static(export_format: ExportFormat, settings: ExportConfig) -> bool:
+    """Whether activations get static scales."""
+    kind = getattr(export_format, "STATIC_INPUTS", "never")
+    return kind == "always" or (kind == "optional" and settings.activation_scheme == "static")
 
 
 def _measured(
@@ -296,7 +313,7 @@ def _measured(
             source,
             layout,
             text.windows_BT,
-            inputs=bool(getattr(export_format, "STATIC_INPUTS", False)),
+            inputs=_is_static(export_format, settings),
             keys_values=settings.kv_cache is not None,
             device=context.device,
         )

@@ -21,6 +21,8 @@ from torch import Tensor
 from swiftfp8.export.checkpoint_io import as_buffer, read_json
 from swiftfp8.models.task_model import auto_class_of
 
+_SCALES_AT_RUN_TIME = (".input_scale", ".k_scale", ".v_scale")
+
 
 def main() -> None:
     """Load, run, write."""
@@ -56,9 +58,9 @@ def load_plain(directory: Path, trust_remote_code: bool = False) -> tuple[Any, d
         output_loading_info=True,
         **_dequantized(directory),
     )
-    if quantization_section(directory).get("kv_cache_scheme"):  # transformers' cache has no scales
+    if _dequantized(directory):  # then nothing takes the scales of activations and of the cache
         info["unexpected_keys"] = {
-            key for key in info["unexpected_keys"] if not key.endswith((".k_scale", ".v_scale"))
+            key for key in info["unexpected_keys"] if not key.endswith(_SCALES_AT_RUN_TIME)
         }
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     loading: dict[str, Any] = {kind: sorted(map(str, info[kind])) for kind in kinds}

@@ -49,12 +49,16 @@ _WRITTEN = torch.empty(0)  # stands for data that need not be kept
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """Granularity and names. `multiple` is what (N, K) must be divisible by to be FP8."""
+    """Granularity and names. `multiple` is what (N, K) must be divisible by to be FP8.
+
+    `input_scale_shape` is that of a static scale of a linear's input, which is one number.
+    """
 
     format: str
     granularity: Literal["block", "channel", "tensor"]
     scale_suffix: str
     multiple: tuple[int, int]
+    input_scale_shape: tuple[int, ...] = ()
 
     def block(self, columns: int) -> tuple[int, int]:
         """The block that the arithmetic works in: of a whole tensor, row by row."""
@@ -263,7 +267,7 @@ def _write_scales(
     module = name.removesuffix(".weight")
     if layout.input_amax is not None:
         scale = torch.tensor(layout.input_amax[module] / FP8_MAX, dtype=torch.float32)
-        writer.write(f"{module}.{INPUT_SCALE}", scale)
+        writer.write(f"{module}.{INPUT_SCALE}", scale.view(scheme.input_scale_shape))
 
 
 def _layer_error(spec: TensorSpec, parts: Sequence[_Made]) -> LayerError:
@@ -346,5 +350,7 @@ def _specs(scheme: Scheme, spec: TensorSpec, static: bool) -> list[TensorSpec]:
     specs = [TensorSpec(name=spec.name, dtype="F8_E4M3", shape=spec.shape), scale]
     if static:
         module = spec.name.removesuffix(".weight")
-        specs.append(TensorSpec(name=f"{module}.{INPUT_SCALE}", dtype="F32", shape=()))
+        specs.append(
+            TensorSpec(name=f"{module}.{INPUT_SCALE}", dtype="F32", shape=scheme.input_scale_shape)
+        )
     return specs

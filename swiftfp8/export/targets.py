@@ -63,6 +63,12 @@ ENGINES: Mapping[str, Mapping[str, str | None]] = {
         "adapter": None,
     },
 }
+# format -> why its activations have no static scales.
+_NO_STATIC: Mapping[str, str] = {
+    "fp8_block": "engines scale its activations in groups of 128 as they come",
+    "bf16": "nothing in it is quantized",
+    "adapter": "nothing in it is quantized",
+}
 # engine -> why it can't use scales of an FP8 cache that compressed_tensors carries.
 _NO_KV_SCALES: Mapping[str, str] = {
     "lmdeploy": _BY_CHANNEL,
@@ -70,6 +76,19 @@ _NO_KV_SCALES: Mapping[str, str] = {
     "transformers": "has no cache in FP8",
 }
 _ENOUGH = 0.5  # share of the linear weights from which blocks are preferred: more engines load them
+
+
+def refusal(engine: str, format_name: str, *, static: bool = False) -> str | None:
+    """Why an engine can't load a format, with `static` activation scales; None where it can."""
+    reason = ENGINES[engine].get(format_name)
+    return None if static and reason == _DYNAMIC else reason
+
+
+def pick_static_format(target: str | None) -> tuple[str, str]:
+    """The format for static activation scales, and why."""
+    if target and ENGINES[target]["compressed_tensors"]:
+        return "fp8", f"static activation scales for {target}, which {_BY_CHANNEL}"
+    return "compressed_tensors", "static activation scales, with a scale per output channel"
 
 
 def pick_format(source: Source, options: FormatOptions, target: str | None) -> tuple[str, str]:
@@ -86,16 +105,28 @@ def pick_format(source: Source, options: FormatOptions, target: str | None) -> t
     return "compressed_tensors", reason
 
 
-def require_loadable(format_name: str, target: str | None) -> None:
+def require_loadable(format_name: str, target: str | None, *, static: bool = False) -> None:
     """Raise where the engine that the user means can't load the format."""
-    reason = ENGINES[target].get(format_name) if target else None
+    reason = refusal(target, format_name, static=static) if target else None
     if reason:
         assert target
-        loads = [name for name, refusal in ENGINES[target].items() if refusal is None]
+        loads = [name for name, reason in ENGINES[target].items() if reason is None]
         raise SwiftFP8Error(
             f"{target} can't serve the format {format_name}: it {reason}",
             where="export.target",
-            fix=f"leave export.format out, or choose one of: {', '.join(loads)}",
+            fix=f"leave export.format out, or choose one of: {', '.join(loads)}"
+            + (", or set export.activation_scheme=static" if reason == _DYNAMIC else ""),
+        )
+
+
+def require_static(format_name: str, scheme: str) -> None:
+    """Raise where static activation scales are asked for and the format has none."""
+    reason = _NO_STATIC.get(format_name) if scheme == "static" else None
+    if reason:
+        raise SwiftFP8Error(
+            f"{format_name} has no static activation scales: {reason}",
+            where="export.activation_scheme",
+            fix="leave it out, or set export.format=compressed_tensors, fp8 or modelopt",
         )
 
 
@@ -123,19 +154,24 @@ def require_kv_cache(format_name: str, target: str | None, *, carries: bool, lat
         )
 
 
-def format_warnings(format_name: str) -> tuple[str, ...]:
+def format_warnings(format_name: str, *, static: bool = False) -> tuple[str, ...]:
     """What a user of the format must know: who would load it as garbage, and who loads it."""
     if ENGINES["transformers"].get(format_name) is None:
         return ()
-    loads = [engine for engine, formats in ENGINES.items() if formats.get(format_name) is None]
+    loads = engines_for(format_name, static=static)
     return (f"transformers {NONSENSE}; this format is for {', '.join(loads)}",)
+
+
+def engines_for(format_name: str, *, static: bool = False) -> list[str]:
+    """The engines that load a format."""
+    return [engine for engine in ENGINES if refusal(engine, format_name, static=static) is None]
 
 
 def why_no_reload(format_name: str) -> str | None:
     """Why plain transformers can't check an export of this format here; None where it can."""
-    refusal = ENGINES["transformers"].get(format_name)
-    if refusal:
-        return f"transformers {refusal}"
+    reason = refusal("transformers", format_name)
+    if reason:
+        return f"transformers {reason}"
     if format_name == "adapter":
         return "an adapter is no model by itself"
     if format_name == "compressed_tensors" and util.find_spec("compressed_tensors") is None:

@@ -1,6 +1,7 @@
-"""compressed-tensors: one scale per output channel, activations scaled per token as they come.
+"""compressed-tensors: one scale per output channel; activations per token, or by measured scales.
 
-A quantized linear has `<name>.weight` [N, K] in e4m3 and `<name>.weight_scale` [N, 1] in float32.
+A quantized linear has `<name>.weight` [N, K] in e4m3 and `<name>.weight_scale` [N, 1] in float32,
+and `<name>.input_scale` [1] where the scales of activations are static.
 Dimensions need only be multiples of 16, so models that do not fit 128 x 128 blocks can be FP8 in
 whole. vLLM, SGLang and TensorRT-LLM read it, transformers with the package `compressed-tensors`.
 In a checkpoint of somebody else's, `ignore` and `targets` may hold regexes ("re:...").
@@ -31,9 +32,17 @@ from swiftfp8.export.structure import Declared, check_quantized, module_names
 
 NAME = "compressed_tensors"
 KV_CACHE = True
-SCHEME = Scheme(format=NAME, granularity="channel", scale_suffix="_scale", multiple=(16, 16))
+STATIC_INPUTS = "optional"
+SCHEME = Scheme(
+    format=NAME,
+    granularity="channel",
+    scale_suffix="_scale",
+    multiple=(16, 16),
+    input_scale_shape=(1,),
+)
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
-_KV_CACHE = {**_FLOAT8, "strategy": "tensor", "dynamic": False}
+_STATIC = {**_FLOAT8, "strategy": "tensor", "dynamic": False}
+_DYNAMIC = {**_FLOAT8, "strategy": "token", "dynamic": True}
 _WHERE = "config.json: quantization_config"
 _GRANULARITIES: Mapping[str, Literal["block", "channel", "tensor"]] = {
     "block": "block",
@@ -44,8 +53,10 @@ _GRANULARITIES: Mapping[str, Literal["block", "channel", "tensor"]] = {
 
 def describe(source: Source, options: FormatOptions) -> Layout:
     """Quantize every linear whose dimensions are multiples of 16, with its fused siblings."""
-    kv_cache = options.kv_amax is not None
-    return describe_weights(SCHEME, source, options, partial(_section, kv_cache=kv_cache))
+    section = partial(
+        _section, static=options.input_amax is not None, kv_cache=options.kv_amax is not None
+    )
+    return describe_weights(SCHEME, source, options, section)
 
 
 def write(source: Source, layout: Layout, directory: Path, job: WriteJob) -> tuple[LayerError, ...]:
@@ -91,7 +102,7 @@ def _declared(
     ):
         faults.append(Fault(where=_WHERE, what=f"the weights' strategy {strategy} is not known"))
     cache = section.get("kv_cache_scheme") or {}
-    for key, value in (_KV_CACHE if cache else {}).items():
+    for key, value in (_STATIC if cache else {}).items():
         if cache.get(key, value) != value:
             faults.append(Fault(where=_WHERE, what=f"kv_cache_scheme.{key} is {cache[key]!r}"))
     known = module_names(directory, layers)
@@ -128,11 +139,13 @@ def _resolve(entries: Sequence[str], known: set[str]) -> tuple[set[str], list[st
     return found, unknown
 
 
-def _section(source: Source, decisions: tuple[Decision, ...], *, kv_cache: bool) -> dict[str, Any]:
+def _section(
+    source: Source, decisions: tuple[Decision, ...], *, static: bool, kv_cache: bool
+) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],
         "weights": {**_FLOAT8, "strategy": "channel", "dynamic": False},
-        "input_activations": {**_FLOAT8, "strategy": "token", "dynamic": True},
+        "input_activations": _STATIC if static else _DYNAMIC,
         "output_activations": None,
     }
     return {
@@ -141,7 +154,7 @@ def _section(source: Source, decisions: tuple[Decision, ...], *, kv_cache: bool)
             "format": "float-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "kv_cache_scheme": _KV_CACHE if kv_cache else None,
+            "kv_cache_scheme": _STATIC if kv_cache else None,
             "ignore": kept_names(source, decisions),
         }
     }

@@ -1,13 +1,15 @@
 """`quant_method: fp8` with one scale per weight: the oldest FP8 layout, for vLLM and SGLang.
 
 A quantized linear has `<name>.weight` [N, K] in e4m3 and `<name>.weight_scale` [] in float32, the
-same for q, k and v and for gate and up; activations are quantized by the engine as it runs.
+same for q, k and v and for gate and up; activations are quantized by the engine as it runs, or by
+`<name>.input_scale` [], which LMDeploy and TensorRT-LLM need.
 transformers takes this configuration for its own block layout and loads nonsense without a word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ from swiftfp8.export.source import Source
 from swiftfp8.export.structure import Declared, check_quantized, module_names
 
 NAME = "fp8"
+STATIC_INPUTS = "optional"
 SCHEME = Scheme(format=NAME, granularity="tensor", scale_suffix="_scale", multiple=(16, 16))
-_SECTION = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
 def describe(source: Source, options: FormatOptions) -> Layout:
     """Quantize every linear whose dimensions are multiples of 16, with its fused siblings."""
-    return describe_weights(SCHEME, source, options, _section)
+    section = partial(_section, static=options.input_amax is not None)
+    return describe_weights(SCHEME, source, options, section)
 
 
 def write(source: Source, layout: Layout, directory: Path, job: WriteJob) -> tuple[LayerError, ...]:
@@ -81,6 +84,10 @@ def declared(
     )
 
 
-def _section(source: Source, decisions: tuple[Decision, ...]) -> dict[str, Any]:
-    section = {**_SECTION, "modules_to_not_convert": kept_names(source, decisions)}
+def _section(source: Source, decisions: tuple[Decision, ...], *, static: bool) -> dict[str, Any]:
+    section = {
+        "quant_method": "fp8",
+        "activation_scheme": "static" if static else "dynamic",
+        "modules_to_not_convert": kept_names(source, decisions),
+    }
     return {"quantization_config": section}

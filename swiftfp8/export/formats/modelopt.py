@@ -34,7 +34,7 @@ from swiftfp8.export.source import Source
 from swiftfp8.export.structure import Declared, check_quantized, module_names
 
 NAME = "modelopt"
-STATIC_INPUTS = True
+STATIC_INPUTS = "always"
 SCHEME = Scheme(format=NAME, granularity="tensor", scale_suffix="_scale", multiple=(16, 16))
 
 
