@@ -23,6 +23,7 @@ from swiftfp8.models.task_model import (
     auto_class,
     head_modules,
     is_encoder,
+    may_be_missing,
     set_head,
     task_kind,
     usable_positions,
@@ -142,7 +143,9 @@ def load_model(
                 f"the model can't be loaded: {_first_line(error)}", where=str(source.path)
             ) from error
     fresh = head_modules(model) if head is not None else ()
-    _check_loaded(info, source.path, fresh, whole=TASKS[task].adapter_type == "CAUSAL_LM")
+    missing = [name for name in info["missing_keys"] if not may_be_missing(name, fresh, task)]
+    speaks = TASKS[task].adapter_type == "CAUSAL_LM"
+    _check_loaded({**info, "missing_keys": missing}, source.path, fresh, whole=speaks)
     hf_config = model.config
     hf_config.use_cache = False
     hf_config.get_text_config().use_cache = False
@@ -295,10 +298,17 @@ def _check_loaded(
 ) -> None:
     """Raise for weights that were missing or of another shape; warn of those that had no place.
 
-    Modules that are `fresh` may be missing, or of another shape. The language model's head has no
+    Modules that are `fresh` may be of another shape. The language model's head has no
     place in one that is not `whole`, which is nothing to warn of.
     """
-    missing = sorted(name for name in info["missing_keys"] if name.split(".")[0] not in fresh)
+    missing = sorted(info["missing_keys"])
+    if missing and all("pooler" in name.split(".") for name in missing):
+        raise SwiftFP8Error(
+            "the checkpoint has no pooler, and the score would be read from a random one",
+            where=str(path),
+            fix="take a checkpoint with a pooler (bert-base-uncased has one), or an architecture "
+            "that needs none, such as RoBERTa or ModernBERT",
+        )
     if missing:
         raise SwiftFP8Error(
             f"the checkpoint lacks {len(missing)} weights of the model: {_listed(missing)}",

@@ -69,6 +69,12 @@ def task_kind(name: str, new: tuple[str, ...], task: Task) -> str | None:
     return None
 
 
+def may_be_missing(name: str, new: tuple[str, ...], task: str) -> bool:
+    """Whether a weight may start at random: the new head's, or one that nothing reads."""
+    parts = name.split(".")
+    return parts[0] in new or (task == "embedding" and "pooler" in parts)
+
+
 def is_encoder(hf_config: PretrainedConfig) -> bool:
     """Whether tokens see those after them: the class fills in masked words."""
     from transformers import AutoModelForMaskedLM

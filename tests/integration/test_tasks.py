@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from task_kit import CASES, PRECISIONS, evaluations, run_task, write_decoder, write_encoder
 
 from swiftfp8.errors import SwiftFP8Error
@@ -135,3 +136,17 @@ def test_a_checkpoint_of_another_task_is_refused(tmp_path, models):
             tmp_path, models["decoder"], "preference", name="other", task="reward",
             resume_from_checkpoint=str(result.run_dir), **brief,
         )  # fmt: skip
+
+
+def test_an_encoder_without_a_pooler(tmp_path):
+    """Embeddings don't read it; a score would be read from random numbers."""
+    folder = write_encoder(tmp_path / "encoder")
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "pooler" not in name}
+    assert len(kept) == len(weights) - 2
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    brief = {"dtype": "fp32", "max_steps": 2, "train": {"save_steps": 0}}
+    result, _ = run_task(tmp_path, folder, "embedding", task="embedding", **brief)
+    assert result.steps == 2
+    with pytest.raises(SwiftFP8Error, match="has no pooler"):
+        run_task(tmp_path, folder, "label", name="other", task="seq_cls", **brief)
