@@ -23,6 +23,10 @@ query and of all key heads, S the length of a row, L the decoder layers.
     normalised q and k (Qwen3)                 (4 + c)(q + n)
     scales, 1/rms, log-sum-exp, LoRA's x Aᵀ    32 + 4 heads + c per rank and linear
 
+**A compiled layer** (trained weights on the `torch` backend) keeps in the compute dtype, without
+the FP32 copies, c(4h + 2q + 2n + 3i): the residual twice, both norms' outputs, q, k, v, attention's
+output, gate, up and their product.
+
 `selective` on other models keeps what matmuls and attention put out, c(3h + 2q + 2n + 2i), and
 makes the rest again. `full` keeps a layer's input alone, ch, and makes everything again.
 
@@ -54,7 +58,7 @@ class Job:
     """What of a run its activations depend on.
 
     `checkpointing` is "none", "selective" or "full"; `fused_layers` decoder layers run as one
-    function; `lora_rank` is 0 where nothing has LoRA.
+    function, `compiled` ones go through torch.compile; `lora_rank` is 0 where nothing has LoRA.
     """
 
     c: int
@@ -68,6 +72,7 @@ class Job:
     attn_implementation: str
     packing: bool
     trained: bool
+    compiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +161,8 @@ def _plain_layer(meta: ModelMeta, layers: Sequence[LayerPlan], job: Job) -> Toke
     h, i, q, n = _widths(meta)
     c = job.c
     everything = _saved_by_autograd(meta, layers, job)
+    if job.compiled:
+        everything = float(c * (4 * h + 2 * q + 2 * n + 3 * i))
     if job.attn_implementation == "eager":
         everything += meta.num_heads * job.max_length * (4 + c)
     if job.packing and job.attn_implementation == "sdpa":
@@ -165,7 +172,8 @@ def _plain_layer(meta: ModelMeta, layers: Sequence[LayerPlan], job: Job) -> Toke
         return TokenBytes(kept=everything, passing=passing)
     # Unfused layers of the torch backend recompute in full: see precision/_selective.py.
     if job.checkpointing == "selective" and job.backend != "torch":
-        return TokenBytes(kept=c * (3 * h + 2 * q + 2 * n + 2 * i), passing=passing + everything)
+        kept = float(c * (3 * h + 2 * q + 2 * n + 2 * i))
+        return TokenBytes(kept=kept, passing=passing + everything - kept)
     return TokenBytes(kept=c * h, passing=passing + everything)
 
 

@@ -15,11 +15,10 @@ an exact FP32 master (train/masters.py); BF16 without masters keeps its moments 
 
 **Activations and logits** are counted in activations.py. The estimate is what is kept until the
 backward pass, and the larger of two things that pass: the logits, and one layer's backward.
-Gradients are counted in full beside them, as from the second micro-batch of an accumulation on;
-without accumulation a full fine-tune peaks lower by about that much.
+Gradients are counted beside them where micro-batches accumulate; without accumulation they come as
+activations go, and only what they exceed those by is counted.
 
-Checked against peaks measured on an H200 (tests/unit/test_memory.py): LoRA within 5%, full
-fine-tuning at most 15% too high.
+Checked against peaks measured on an H200 (tests/unit/test_memory.py), within 10%.
 """
 
 from __future__ import annotations
@@ -94,13 +93,16 @@ def estimate_memory(
     packing: bool = False,
     master_weights: bool = False,
     state_dtype: str = "fp32",
+    compiled: bool = False,
+    accumulates: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak of a step of `micro_batch` rows of `max_length` tokens.
 
     `layers` is the plan of every linear. `lora_rank` is ignored where no layer has LoRA.
     `checkpointing` is "none", "selective" or "full"; `fused_layers` decoder layers are run as one
     function by the torch backend. `master_weights`: trained BF16 weights have FP32 masters,
-    and moments of `state_dtype`, "fp32" or "bf16".
+    and moments of `state_dtype`, "fp32" or "bf16". Where a step `accumulates` micro-batches,
+    gradients are there from the second one on; otherwise they take the activations' place.
     """
     c = DTYPE_BYTES[compute_dtype]
     fixed = _without_tokens(meta, hardware, layers, c, compute_dtype, backend, tuner, lora_rank)
@@ -118,6 +120,7 @@ def estimate_memory(
         attn_implementation=attn_implementation,
         packing=packing,
         trained=tuner == "full",
+        compiled=compiled,
     )
     count = count_activations(meta, layers, job)
 
@@ -126,8 +129,10 @@ def estimate_memory(
         logits = logit_bytes(meta, layers, job, tokens)
         passing = count.passing * tokens + count.passing_fixed
         activations = count.kept * tokens + count.kept_fixed + max(0.0, passing - logits)
+        instead = 0.0 if accumulates else (activations + logits) / GIB
         return replace(
             fixed,
+            gradients=max(0.0, fixed.gradients - instead),
             activations=activations / GIB,
             logits=logits / GIB,
             micro_batch=rows,

@@ -173,6 +173,8 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         master_weights=master_weights,
         state_dtype=config.optim.state_dtype,
         fused_loss=loss.fused,
+        compiled=fusion.compiled,
+        accumulates=config.gradient_accumulation_steps > 1,
     )
     checkpointing, checkpointing_reason, memory = plan_checkpointing(
         config.gradient_checkpointing,

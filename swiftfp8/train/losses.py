@@ -213,6 +213,7 @@ def _loss_and_gradients(
             dh[start : start + step] = _dh(z, weight, head, transposed)
         if dw is not None:
             dw += z.t() @ h
+        del z  # or the next chunk would be made beside it
     return total, dh, dw
 
 
