@@ -1,4 +1,4 @@
-"""Pictures of a run from `logging.jsonl` alone: loss, learning rate, gradient norm, speed."""
+"""Pictures of a run from `logging.jsonl` alone: loss, metrics, learning rate, gradients, speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Any
 
 # File, title, and the keys drawn into it with their labels.
 _PICTURES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("loss.png", "Loss (nats per token)", (("loss", "training"), ("eval_loss", "evaluation"))),
+    ("loss.png", "Loss", (("loss", "training"), ("eval_loss", "evaluation"))),
+    ("accuracy.png", "Accuracy", (("accuracy", "training"), ("eval_accuracy", "evaluation"))),
+    (
+        "margins.png",
+        "Reward of chosen less that of rejected answers",
+        (("rewards/margins", "training"), ("eval_rewards/margins", "evaluation")),
+    ),
     ("learning_rate.png", "Learning rate", (("learning_rate", "learning rate"),)),
     ("grad_norm.png", "Gradient norm before clipping", (("grad_norm", "gradient norm"),)),
     ("throughput.png", "Throughput (tokens per second)", (("tokens_per_second", "tokens/s"),)),
@@ -28,11 +34,18 @@ def draw_images(run_dir: Path) -> list[Path]:
         curves = [(label, *_points(lines, key)) for key, label in series]
         curves = [curve for curve in curves if curve[1]]
         if curves:
+            if file == "loss.png" and not any(_has_metrics(line) for line in lines):
+                title += " (nats per token)"
             folder = run_dir / "images"
             folder.mkdir(exist_ok=True)
             _draw(folder / file, title, curves)
             written.append(folder / file)
     return written
+
+
+def _has_metrics(line: dict[str, Any]) -> bool:
+    """Whether the run learns something else than words: its loss is then no nats per token."""
+    return any(key in line for key in ("accuracy", "mse", "rewards/chosen", "rewards/margins"))
 
 
 def _points(lines: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

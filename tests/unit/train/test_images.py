@@ -31,6 +31,13 @@ def test_every_series_gets_its_picture(tmp_path):
     assert all(path.read_bytes().startswith(PNG) for path in written)
 
 
+def test_metrics_of_other_tasks_get_theirs(tmp_path):
+    write(tmp_path, [{"step": 1, "loss": 2.0, "accuracy": 0.5}, {"step": 1, "eval_accuracy": 0.6}])
+    assert {path.name for path in draw_images(tmp_path)} == {"loss.png", "accuracy.png"}
+    write(tmp_path, [{"step": 1, "eval_rewards/margins": 0.6}])
+    assert [path.name for path in draw_images(tmp_path)] == ["margins.png"]
+
+
 def test_no_values_no_picture(tmp_path):
     assert draw_images(tmp_path) == []
     write(tmp_path, [{"step": 1, "loss": 2.0}])
