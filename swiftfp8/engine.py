@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from swiftfp8.hardware import TORCH_RECIPES, Hardware
 
-# ("torch", "te") once the torch engine is to be the default for LoRA.
-AUTO_ENGINES: tuple[str, ...] = ("te",)
+# Measured best first: see docs/benchmarks.md.
+AUTO_ENGINES: tuple[str, ...] = ("torch", "te")
 # Compute capabilities on which the torch engine was measured against Transformer Engine.
 TORCH_MEASURED = ((9, 0),)
 

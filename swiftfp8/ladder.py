@@ -31,8 +31,8 @@ AUTO = {
     "fp8_block": "it is the first recipe that runs here",
 }
 TORCH_NOTE = (
-    "precision.backend=torch is experimental: it scales each token and each output channel, keeps "
-    "gradients in e4m3, and runs decoder layers and the loss fused where their shape allows"
+    "the torch backend scales each token and each output channel, keeps gradients in e4m3, and "
+    "runs decoder layers, their LoRA and the loss fused where their form allows"
 )
 EMULATED_DEFAULT = "fp8_current"
 

@@ -53,6 +53,7 @@ STACKS = {
     "torchao": "torchao float8 (tensorwise) as PEFT's base + compile + Liger fused cross entropy",
     "ours": "swiftfp8, torch backend, fused layers",
     "ours_fp8_head": "the same with an FP8 head",
+    "ours_te": "swiftfp8, te backend (one FP8 copy), fused loss",
 }
 # Dense BF16 TFLOP/s by the vendor's datasheet, for MFU.
 PEAKS = {"H100": 989e12, "H200": 989e12, "L40S": 362e12, "RTX 4090": 165e12, "B200": 2250e12}
@@ -64,17 +65,17 @@ class Skipped(Exception):
 
 # The rows of docs/benchmarks.md: arguments of one table each.
 SUITE = (
-    "--shape 7b --stacks hf_bf16,best_bf16,te_peft,torchao,ours,ours_fp8_head",
+    "--shape 7b --stacks hf_bf16,best_bf16,ours,ours_fp8_head,te_peft,torchao,ours_te",
     "--shape 7b --checkpointing --stacks best_bf16,ours",
     "--shape 7b --batch 1 --length 8192 --stacks best_bf16,ours",
     "--shape 7b --batch {largest} --stacks ours",
     "--shape 0.5b --length 1024 --stacks hf_bf16,best_bf16,ours",
-    "--shape 1.5b --full --stacks hf_bf16,best_bf16,ours",
+    "--shape 1.5b --full --stacks hf_bf16,best_bf16,ours,ours_te",
 )
 # 2.5 times the batch that transformers + PEFT fits into 80 GiB, and more.
 LARGEST_BATCH = 15
-# Processes that may import their libraries while another one measures.
-AHEAD = 3
+# Processes that import their libraries while others measure.
+AHEAD = 2
 
 
 def main() -> int:
@@ -84,7 +85,7 @@ def main() -> int:
     common = [part for part in sys.argv[1:] if part != "--suite"]
     lines = SUITE if args.suite else ("",)
     tables = [common + line.format(largest=LARGEST_BATCH).split() for line in lines]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AHEAD) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.gpus + AHEAD) as pool:
         lock = Path(folder) / "gpu"
         pending = []
         for arguments in tables:
@@ -148,6 +149,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep-bf16", action="store_true", help="ours: keep gate/up in BF16")
     parser.add_argument("--profile", help="write a kernel profile of one step to this file")
     parser.add_argument("--timeout", type=int, default=400, help="seconds a stack may take")
+    parser.add_argument("--gpus", type=int, default=1, help="measure on so many at a time")
     parser.add_argument("--out", help="write results as JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--lock", help=argparse.SUPPRESS)
@@ -202,9 +204,7 @@ def worker(args: argparse.Namespace) -> int:
     import torch
     import transformers  # noqa: F401
 
-    # One process at a time on the GPU; the others have imported what they need meanwhile.
-    lock = open(args.lock or os.devnull, "a")  # noqa: SIM115 (held to the end)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = take_gpu(args)  # held to the end  # noqa: F841
     signal.alarm(args.timeout)
     try:
         if not torch.cuda.is_available():
@@ -218,6 +218,23 @@ def worker(args: argparse.Namespace) -> int:
         result = {"skipped": f"out of memory: {str(error).splitlines()[0][:150]}"}
     print(json.dumps(result))
     return 0
+
+
+def take_gpu(args: argparse.Namespace) -> Any:
+    """Wait for a GPU: one process at a time on each, the others import libraries meanwhile."""
+    while args.lock:
+        for gpu in range(args.gpus):
+            lock = open(f"{args.lock}{gpu}", "a")  # noqa: SIM115
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                continue
+            if args.gpus > 1:
+                os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            return lock
+        time.sleep(0.05)
+    return None
 
 
 def measure(model: Any, context: Callable[[], Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -438,36 +455,17 @@ def build_torchao(args: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
 
 
 def build_ours(args: argparse.Namespace, head: str = "bf16") -> tuple[Any, Callable[[], Any]]:
-    from swiftfp8.adapters.lora import add_adapter
-    from swiftfp8.plan import LayerPlan, LoraPlan, RecipeOptions
     from swiftfp8.precision import torch_native
     from swiftfp8.train.losses import fuse_loss
 
-    reason = torch_native.available()
-    if reason is not None:
-        raise Skipped(reason)
-    model = base_model(args)
-    names = linear_names(model)
-    for name in names:
-        parent, _, child = name.rpartition(".")
-        linear = getattr(model.get_submodule(parent), child)
-        plan = LayerPlan(
-            name=name, in_features=linear.in_features, out_features=linear.out_features,
-            bias=linear.bias is not None, precision="fp8_current", reason="benchmark",
-            lora=not args.full, trainable=args.full,
-        )  # fmt: skip
-        converted = torch_native.convert(linear, plan, RecipeOptions(recipe="fp8_current"))
-        setattr(model.get_submodule(parent), child, converted)
+    model, names = converted_model(args, torch_native)
     checkpointed(model, args)
     if args.full:
         torch_native.compile_layers(model.requires_grad_())
         if reason := fuse_loss(model):
             raise Skipped(reason)
         return model, nothing
-    lora = LoraPlan(
-        rank=args.rank, alpha=2.0 * args.rank, dropout=0.0, use_rslora=False, targets=tuple(names)
-    )
-    model = add_adapter(model, lora)
+    model = with_our_lora(model, names, args)
     found = torch_native.fuse_model(
         model,
         recompute=args.recompute,
@@ -480,6 +478,50 @@ def build_ours(args: argparse.Namespace, head: str = "bf16") -> tuple[Any, Calla
     return model, nothing
 
 
+def build_ours_te(args: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
+    from swiftfp8.plan import RecipeOptions
+    from swiftfp8.precision import te
+    from swiftfp8.train.losses import fuse_loss
+
+    model, names = converted_model(args, te)
+    model = model.requires_grad_() if args.full else with_our_lora(model, names, args)
+    if reason := fuse_loss(model):
+        raise Skipped(reason)
+    return model, lambda: te.context(RecipeOptions(recipe="fp8_current"))
+
+
+def converted_model(args: argparse.Namespace, backend: Any) -> tuple[Any, list[str]]:
+    """The model with every linear but the head in one of our backends, and their names."""
+    from swiftfp8.plan import LayerPlan, RecipeOptions
+
+    reason = backend.available()
+    if reason is not None:
+        raise Skipped(reason)
+    model = base_model(args)
+    names = linear_names(model)
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        linear = getattr(model.get_submodule(parent), child)
+        plan = LayerPlan(
+            name=name, in_features=linear.in_features, out_features=linear.out_features,
+            bias=linear.bias is not None, precision="fp8_current", reason="benchmark",
+            lora=not args.full, trainable=args.full,
+        )  # fmt: skip
+        converted = backend.convert(linear, plan, RecipeOptions(recipe="fp8_current"))
+        setattr(model.get_submodule(parent), child, converted)
+    return model, names
+
+
+def with_our_lora(model: Any, names: list[str], args: argparse.Namespace) -> Any:
+    from swiftfp8.adapters.lora import add_adapter
+    from swiftfp8.plan import LoraPlan
+
+    lora = LoraPlan(
+        rank=args.rank, alpha=2.0 * args.rank, dropout=0.0, use_rslora=False, targets=tuple(names)
+    )
+    return add_adapter(model, lora)
+
+
 BUILDERS: dict[str, Callable[[argparse.Namespace], tuple[Any, Callable[[], Any]]]] = {
     "hf_bf16": build_hf_bf16,
     "best_bf16": build_best_bf16,
@@ -487,6 +529,7 @@ BUILDERS: dict[str, Callable[[argparse.Namespace], tuple[Any, Callable[[], Any]]
     "torchao": build_torchao,
     "ours": build_ours,
     "ours_fp8_head": lambda args: build_ours(args, head="fp8"),
+    "ours_te": build_ours_te,
 }
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class PrecisionConfig:
     recipe: Literal["auto", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed"] = "auto"
     """FP8 scaling recipe; `auto` takes the first that hardware and libraries allow."""
     backend: Literal["auto", "te", "torch", "emulated"] = "auto"
-    """Who runs FP8: `te` (Transformer Engine), `torch` (PyTorch and Triton alone; experimental) or
+    """Who runs FP8: `te` (Transformer Engine), `torch` (PyTorch and Triton alone) or
     `emulated` (the numerics only, on any device)."""
     head: Literal["bf16", "fp8"] = "bf16"
     """Precision of the frozen output head: `fp8` runs its matmuls in FP8 within the fused loss of
