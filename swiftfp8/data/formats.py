@@ -132,7 +132,7 @@ def read_tools(row: Row) -> list[Any] | None:
 
 def _detect_messages(row: Row) -> str | None:
     for column in ("messages", "conversations", "conversation"):
-        turns = _decoded(row.get(column))
+        turns = decoded(row.get(column))
         if _list_of(turns, "role", "content"):
             return f"column '{column}' lists turns with 'role' and 'content'"
     return None
@@ -165,7 +165,7 @@ def _message(turn: Mapping[str, Any], k: int) -> Message:
 
 def _calls(value: Any, turn: int) -> list[Any]:
     """Tool calls as templates expect them: arguments as an object, not as its JSON."""
-    calls = _decoded(value) or []
+    calls = decoded(value) or []
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise BadRow(f"tool_calls of turn {turn} are not a list of calls")
     made = []
@@ -184,7 +184,7 @@ def _calls(value: Any, turn: int) -> list[Any]:
 
 def _detect_sharegpt(row: Row) -> str | None:
     for column in ("conversations", "conversation"):
-        if _list_of(_decoded(row.get(column)), "from", "value"):
+        if _list_of(decoded(row.get(column)), "from", "value"):
             return f"column '{column}' lists turns with 'from' and 'value'"
     return None
 
@@ -217,7 +217,7 @@ def _convert_alpaca(row: Row) -> Content:
     asked = _string(row.get(question), question)
     extra = _string(row.get("input") or "", "input")
     messages: list[Message] = []
-    history = _decoded(row.get("history")) or ()
+    history = decoded(row.get("history")) or ()
     if not isinstance(history, list | tuple):
         raise BadRow("'history' is not a list of pairs")
     for k, pair in enumerate(history, start=1):
@@ -287,16 +287,6 @@ FORMATS = (
 )
 
 
-def _decoded(value: Any) -> Any:
-    """A cell of a table may hold a list as JSON."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
-
-
 def _list_of(turns: Any, *keys: str) -> bool:
     return (
         isinstance(turns, list)
@@ -307,7 +297,7 @@ def _list_of(turns: Any, *keys: str) -> bool:
 
 
 def _turns(row: Row, column: str) -> list[Mapping[str, Any]]:
-    turns = _decoded(row.get(column))
+    turns = decoded(row.get(column))
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise BadRow(f"'{column}' is not a list of turns")
     if not turns:

@@ -150,15 +150,7 @@ class PairCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """One batch."""
-        import torch
-
-        ids = [row[f"{side}_ids"] for side in ("chosen", "rejected") for row in rows]
-        labels = [row[f"{side}_labels"] for side in ("chosen", "rejected") for row in rows]
-        batch = self.padding.batch(ids, labels)
-        if "ref_logps" in rows[0]:
-            values = np.stack([row["ref_logps"] for row in rows]).T.reshape(-1)
-            batch["ref_logps"] = torch.as_tensor(values, dtype=torch.float32)
-        return batch
+        return _above_each_other(rows, ("chosen_", "rejected_"), self.padding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +163,8 @@ class RatedCollator:
         """One batch."""
         import torch
 
-        ids = [row[name] for name in ("ids", "kl_ids") for row in rows]
-        labels = [row[name] for name in ("labels", "kl_labels") for row in rows]
-        batch = self.padding.batch(ids, labels)
+        batch = _above_each_other(rows, ("", "kl_"), self.padding)
         batch["good"] = torch.as_tensor(np.array([row["good"] for row in rows], dtype=bool))
-        if "ref_logps" in rows[0]:
-            values = np.stack([row["ref_logps"] for row in rows]).T.reshape(-1)
-            batch["ref_logps"] = torch.as_tensor(values, dtype=torch.float32)
         return batch
 
 
@@ -242,3 +229,18 @@ def rated_to_rows(
 def _answer_start(labels: np.ndarray) -> int:
     """Index of the first trained token."""
     return int(np.argmax(labels != MASKED))
+
+
+def _above_each_other(
+    rows: Sequence[Mapping[str, Any]], sides: Sequence[str], padding: Padding
+) -> dict[str, torch.Tensor]:
+    """All rows' sequences of the first side, then of the second, with their `ref_logps`."""
+    import torch
+
+    ids = [row[f"{side}ids"] for side in sides for row in rows]
+    labels = [row[f"{side}labels"] for side in sides for row in rows]
+    batch = padding.batch(ids, labels)
+    if "ref_logps" in rows[0]:
+        values = np.stack([row["ref_logps"] for row in rows]).T.reshape(-1)
+        batch["ref_logps"] = torch.as_tensor(values, dtype=torch.float32)
+    return batch
