@@ -90,7 +90,7 @@ def activation_group(engine: Engine, format_name: str) -> int | None:
 
     None where nothing is rounded: vLLM's CPU kernel for blocks multiplies in BF16.
     """
-    if format_name in ("compressed_tensors", "fp8"):
+    if format_name in ("compressed_tensors", "fp8", "modelopt"):
         return 0
     return 128 if format_name == "fp8_block" and engine.device != "cpu" else None
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from swiftfp8.export.fidelity import Fidelity, compare_logits, summarize
 from swiftfp8.export.layout import ExportFormat, Layout
+from swiftfp8.export.quantize import FP8_MAX
 from swiftfp8.export.source import Source, build_model, open_source
 from swiftfp8.export.staging import check_space
 from swiftfp8.models.quiet import quiet_peft
@@ -183,19 +184,27 @@ def token_logp(model: Any, ids: Sequence[int]) -> list[float]:
 def round_inputs(model: Any, layout: Layout, group: int) -> int:
     """Round the inputs of the layout's FP8 linears as an engine does; how many were found.
 
-    A scale is the largest magnitude of a group over 448 (e4m3's largest value).
+    A scale is the largest magnitude of a group, or the one that the layout fixes for all inputs of
+    a linear, over e4m3's largest value.
     """
     names = {name.removesuffix(".weight") for name in layout.quantized}
-    found = [module for name, module in model.named_modules() if name in names]
-    for module in found:
-        module.register_forward_pre_hook(lambda _, inputs: (_rounded(inputs[0], group),))
+    found = {name: module for name, module in model.named_modules() if name in names}
+    for name, module in found.items():
+        fixed = layout.input_amax.get(name) if layout.input_amax else None
+        module.register_forward_pre_hook(
+            lambda _, inputs, fixed=fixed: (_rounded(inputs[0], group, fixed),)
+        )
     return len(found)
 
 
-def _rounded(x: Tensor, group: int) -> Tensor:
+def _rounded(x: Tensor, group: int, fixed_amax: float | None = None) -> Tensor:
     parts = x.float().reshape(*x.shape[:-1], -1, group or x.shape[-1])
-    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
-    return ((parts / scale).to(torch.float8_e4m3fn).float() * scale).reshape(x.shape).to(x.dtype)
+    amax = parts.abs().amax(-1, keepdim=True)
+    if fixed_amax is not None:
+        amax = torch.full_like(amax, fixed_amax)
+    scale = amax.clamp(min=1e-12) / FP8_MAX
+    values = (parts / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return (values.float() * scale).reshape(x.shape).to(x.dtype)
 
 
 def _prompt_logp(

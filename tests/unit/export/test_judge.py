@@ -22,11 +22,12 @@ from swiftfp8.export.judge import (
     Row,
     TaskLoss,
     compare_models,
+    round_inputs,
     token_logp,
     token_losses,
 )
 from swiftfp8.export.judge_stage import call_judges
-from swiftfp8.export.layout import FormatOptions
+from swiftfp8.export.layout import FormatOptions, Layout
 from swiftfp8.export.report import ExportReport
 from swiftfp8.export.run_rows import RunRows
 from swiftfp8.export.source import open_source
@@ -54,6 +55,17 @@ def adapter(base: Path) -> Path:
     directory = base.parent / "adapter"
     model.save_pretrained(directory)
     return directory
+
+
+def layout_of_one_linear(amax: float | None) -> Layout:
+    return Layout(
+        format="compressed_tensors",
+        tensors=(),
+        quantized=frozenset({"up.weight"}),
+        decisions=(),
+        config=None,
+        input_amax=None if amax is None else {"up": amax},
+    )
 
 
 def rows(count: int = 6, length: int = 24) -> list[Row]:
@@ -91,6 +103,26 @@ def test_loss_and_log_probabilities_are_those_of_transformers(base: Path) -> Non
     log_p = said.logits[0, :-1].log_softmax(-1)
     wanted = log_p.gather(-1, row.ids_T[1:, None])[:, 0]
     assert token_logp(model, row.ids_T.tolist()) == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("group", "amax", "wanted"),
+    [
+        (0, None, [448.0, 1.0, 0.0, -16.0]),  # one scale of 1: e4m3's own grid
+        (2, None, [448.0, 1.0, 0.0, -15.9]),  # the second pair has its own scale
+        (0, 28.0, [28.0, 1.0, 0.0, -16.0]),  # a fixed scale of 1/16: clipped to 28
+    ],
+)
+def test_inputs_are_rounded_as_engines_do(
+    group: int, amax: float | None, wanted: list[float]
+) -> None:
+    layout = layout_of_one_linear(amax)
+    linear = torch.nn.Linear(4, 4, bias=False)
+    linear.weight.data = torch.eye(4)
+    model = torch.nn.ModuleDict({"up": linear, "other": torch.nn.Linear(4, 4)})
+    assert round_inputs(model, layout, group) == 1
+    found = linear(torch.tensor([[448.0, 0.98, 0.0, -15.9]]))
+    assert found[0].tolist() == pytest.approx(wanted, rel=1e-3)
 
 
 def test_the_adapter_is_compared_un_merged(base: Path, adapter: Path) -> None:
