@@ -221,7 +221,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
             *engine_notes(engine, granted),
             *granted.notes,
             *score_notes(meta),
-            *task_notes(config, fused_layers=fusion.layers),
+            *task_notes(config),
             *option_notes,
             *head_notes(layers, heads, meta),
             *length_notes(config, meta),

@@ -173,7 +173,7 @@ def task_problems(config: Config) -> list[SwiftFP8Error]:
     return problems
 
 
-def task_notes(config: Config, *, fused_layers: int = 0) -> list[str]:
+def task_notes(config: Config) -> list[str]:
     """What a user of the task should know, and may not have meant."""
     notes = []
     accumulates = config.gradient_accumulation_steps > 1
@@ -191,9 +191,4 @@ def task_notes(config: Config, *, fused_layers: int = 0) -> list[str]:
     if uses_reference(config):
         where = "before training" if config.rlhf.precompute_ref else "with its adapter off"
         notes.append(f"the reference is the model itself {where}: no second copy is held")
-        if fused_layers and not config.rlhf.precompute_ref:
-            notes.append(
-                "fused layers run with their adapter: the reference goes linear by linear, which "
-                "is slower; rlhf.precompute_ref=true asks it once"
-            )
     return notes

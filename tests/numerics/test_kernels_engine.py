@@ -148,6 +148,29 @@ def test_unfused_calls_give_the_same_loss() -> None:
     assert decibels(without, plain) < 20
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_its_adapters_a_fused_layer_is_what_it_is_with_empty_ones(name: str) -> None:
+    """A reference for preferences begins where the model begins, to the last bit."""
+    kind, more = CONFIGS[name]
+    model = adapt(build(kind, **more), fp8=True).eval()
+    fuse_model(model)
+    ids = torch.arange(40).view(2, 20)
+    layer = model.base_model.model.model.layers[0]
+    with torch.no_grad():
+        adapted = model(input_ids=ids, use_cache=False).logits
+        with model.disable_adapter():
+            assert layer.fused.serving(torch.zeros(1), None) is layer.fused.bare
+            without = model(input_ids=ids, use_cache=False).logits
+        assert layer.fused.serving(torch.zeros(1), None) is layer.fused.weights
+        for parameter in (p for n, p in model.named_parameters() if "lora_B" in n):
+            parameter.zero_()
+        empty = model(input_ids=ids, use_cache=False).logits
+    assert torch.equal(without, empty)
+    assert decibels(without, adapted) < 20
+    with model.disable_adapter():  # a graph through it is asked for: linear by linear
+        assert layer.fused.serving(torch.zeros(1), None) is None
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_optimizers_step_is_seen(unrounded: None, fused: bool) -> None:
     """A fused AdamW changes parameters without advancing their version."""

@@ -88,9 +88,6 @@ def test_notes_say_what_may_not_have_been_meant():
     useless = Config(task="dpo", rlhf={"loss_type": "orpo", "precompute_ref": True})
     assert any("does nothing" in note for note in task_notes(useless))
     assert task_notes(Config()) == []
-    dpo = Config(task="dpo")
-    assert any("precompute_ref=true" in note for note in task_notes(dpo, fused_layers=24))
-    assert not any("precompute_ref=true" in note for note in task_notes(dpo))
 
 
 def test_a_damaged_task_file_is_the_user_s_to_mend(tmp_path):

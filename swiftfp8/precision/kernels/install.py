@@ -1,14 +1,16 @@
 """Puts the fused decoder layer into a Hugging Face model, layer by layer, where a layer fits.
 
 A layer's class is replaced by a subclass of itself, so that names, parameters, adapters and state
-dicts stay what they were. A call that the fused layer can't serve (a key/value cache, adapters
-switched off or several active, FP8 switched off) goes to the layer's own forward pass, linear by
-linear.
+dicts stay what they were. With its adapters switched off and no graph asked for, as a reference for
+preferences runs, the layer is fused without them. A call that the fused layer can't serve (a
+key/value cache, several adapters active, FP8 switched off) goes to the layer's own forward pass,
+linear by linear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -182,21 +184,36 @@ class _FusedState:
         pool: GraphPool | None,
     ) -> None:
         self.weights = weights
+        self.bare = replace(
+            weights,
+            qkv=replace(weights.qkv, adapter=None),
+            o=replace(weights.o, adapter=None),
+            gate_up=replace(weights.gate_up, adapter=None),
+            down=replace(weights.down, adapter=None),
+        )
         self.linears = linears
         self.recompute = recompute
         self.graphs = None if pool is None else LayerGraphs(weights, pool)
 
-    def fits(self, x: torch.Tensor, cache: Any) -> bool:
-        """Whether this call is plain training or evaluation on the fused weights."""
+    def serving(self, x: torch.Tensor, cache: Any) -> DecoderWeights | None:
+        """The fused weights of plain training or evaluation, or of a pass without adapters.
+
+        None where the call is another one.
+        """
         if cache is not None or x.device != self.weights.qkv.weight8_NK.device:
-            return False
+            return None
+        off: set[bool] = set()
         for linear in self.linears:
             base = _base(linear)
             if not base.enabled or base.weight_bits.device != x.device:
-                return False
-            if hasattr(linear, "lora_A") and (linear.disable_adapters or linear.merged):
-                return False
-        return True
+                return None
+            if hasattr(linear, "lora_A"):
+                if linear.merged:
+                    return None
+                off.add(linear.disable_adapters)
+        if True not in off:
+            return self.weights
+        return self.bare if off == {True} and not torch.is_grad_enabled() else None
 
     def count(self) -> None:
         """One pass of every linear in FP8, for the measured coverage."""
@@ -212,10 +229,11 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         recomputes = self.training and getattr(self, "gradient_checkpointing", False)
-        if not args and self.fused.fits(hidden_states, cache):
+        weights = None if args else self.fused.serving(hidden_states, cache)
+        if weights is not None:
             self.fused.count()
-            self.fused.weights.recompute = "full" if recomputes else self.fused.recompute
-            return _run(self, hidden_states, **kwargs)
+            weights.recompute = "full" if recomputes else self.fused.recompute
+            return _run(self, weights, hidden_states, **kwargs)
         if recomputes and torch.is_grad_enabled():
             call = partial(plain_forward, self, **kwargs)
             return self._gradient_checkpointing_func(call, hidden_states, *args)
@@ -230,6 +248,7 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def _run(
     layer: Any,
+    weights: DecoderWeights,
     hidden_states: torch.Tensor,
     *,
     attention_mask: torch.Tensor | None = None,
@@ -279,7 +298,7 @@ def _run(
         rotary = (cos, sin)
     return run_layer(
         hidden_states,
-        layer.fused.weights,
+        weights,
         None if normed else rotary,
         make_attention(rotary, attention_mask),
     )
