@@ -109,7 +109,9 @@ def logit_bytes(meta: ModelMeta, layers: Sequence[LayerPlan], job: Job, tokens: 
     """Bytes of logits and of what a loss makes of them, for all tokens of a micro-batch."""
     if not job.fused_loss:
         return float(meta.vocab_size * LOGIT_BYTES * tokens)
-    elements = CHUNK_ELEMENTS[job.device] * (TRAINED_HEAD_CHUNK if job.trained else 1)
+    elements = CHUNK_ELEMENTS[job.device]
+    if job.trained and job.device == "cuda":
+        elements *= TRAINED_HEAD_CHUNK
     rows = min(tokens, chunk_rows(meta.vocab_size, elements))
     chunk = float(rows * meta.vocab_size * (job.c if job.device == "cuda" else CPU_CHUNK_BYTES))
     weight = meta.vocab_size * meta.hidden_size

@@ -15,8 +15,8 @@ from swiftfp8.models.meta import ModelMeta
 
 # Elements of logits that are held at once. On a CPU several float32 copies of them live together.
 CHUNK_ELEMENTS = {"cuda": 2**28, "cpu": 2**24}
-# Every chunk adds to the whole of a trained head's gradient: fewer, larger ones.
-TRAINED_HEAD_CHUNK = 4
+# On a GPU: every chunk adds to the whole of a trained head's gradient. Fewer, larger ones.
+TRAINED_HEAD_CHUNK = 8
 # transformers' models whose logits are lm_head(last hidden state); each is tested to be.
 PLAIN_HEADS = frozenset(
     f"{name}ForCausalLM"

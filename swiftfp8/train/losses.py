@@ -191,12 +191,14 @@ def _loss_and_gradients(
     tokens = hidden.shape[0]
     vocabulary = (weight_VK if head is None else head.weight8_VK).shape[0]  # type: ignore[union-attr]
     elements = _CHUNK_ELEMENTS if hidden.is_cuda else min(_CHUNK_ELEMENTS, CHUNK_ELEMENTS["cpu"])
-    step = chunk_rows(vocabulary, elements * (TRAINED_HEAD_CHUNK if need_dw else 1))
+    if need_dw and hidden.is_cuda:
+        elements *= TRAINED_HEAD_CHUNK
+    step = chunk_rows(vocabulary, elements)
     weight = None if weight_VK is None else weight_VK.detach().to(hidden.dtype)
     grad = need_dh or need_dw
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     dh = torch.empty_like(hidden) if need_dh else None
-    dw = torch.zeros_like(weight_VK, dtype=torch.float32) if need_dw else None  # type: ignore[arg-type]
+    dw: torch.Tensor | None = None
     transposed = transpose8(head.weight8_VK) if head is not None and need_dh else None
     for start in range(0, tokens, step):
         h, labels = hidden[start : start + step], labels_T[start : start + step]
@@ -211,8 +213,15 @@ def _loss_and_gradients(
         total += cross_entropy_(z, labels, grad=grad).sum()
         if dh is not None:
             dh[start : start + step] = _dh(z, weight, head, transposed)
-        if dw is not None:
-            dw += z.t() @ h
+        if need_dw:
+            part = z.t() @ h
+            if dw is not None:
+                dw += part
+            elif step >= tokens:  # there is nothing to add to it
+                dw = part
+            else:
+                dw = part.float()
+            del part
         del z  # or the next chunk would be made beside it
     return total, dh, dw
 
