@@ -69,8 +69,8 @@ SUITE = (
     "--shape 7b --checkpointing --stacks best_bf16,ours",
     "--shape 7b --batch 1 --length 8192 --stacks best_bf16,ours",
     "--shape 7b --batch {largest} --stacks ours",
-    "--shape 0.5b --length 1024 --stacks hf_bf16,best_bf16,ours",
-    "--shape 1.5b --full --stacks hf_bf16,best_bf16,ours,ours_te",
+    "--shape 0.5b --length 1024 --stacks best_bf16,ours",
+    "--shape 1.5b --full --stacks hf_bf16,ours,ours_te",
 )
 # 2.5 times the batch that transformers + PEFT fits into 80 GiB, and more.
 LARGEST_BATCH = 15
