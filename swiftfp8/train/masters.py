@@ -18,15 +18,16 @@ r = +0x8000 as well.) A NaN is made the quiet NaN 0x7fc00000 first: of a GPU's N
 carry would make -0.0. Masters above BF16's largest number round to infinity, as in any cast.
 
 The moments are FP32, or BF16 that is rounded stochastically (to nearest, the second moment could
-not decay). On a GPU a large BF16 weight is stepped by one kernel (precision/kernels/adamw.py) that
-puts masters together on the fly. Everything else is stepped by torch's own AdamW: masters, and FP32
-copies of BF16 moments, exist for one batch of weights at a time, so that needs at most `BATCH` x 12
-bytes (20 with BF16 moments) beside the state.
+not decay). On a GPU the BF16 weights of a group are stepped by one launch of a kernel
+(precision/kernels/adamw_many.py) that puts masters together on the fly; one whose size or gradient
+does not suit vector loads gets a launch of its own (adamw.py there). Everything else is stepped by
+torch's own AdamW: masters, and FP32 copies of BF16 moments, exist for one batch of weights at a
+time, so that needs at most `BATCH` x 12 bytes (20 with BF16 moments) beside the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,14 +36,16 @@ from torch.optim.adamw import adamw
 
 from swiftfp8.precision.kernels import _triton
 from swiftfp8.precision.kernels.adamw import adamw_step_
+from swiftfp8.precision.kernels.adamw_many import Stepped, Tiles, adamw_steps_
 from swiftfp8.train.rounding import store_rounded
 
 BATCH = 1 << 24
 """Weights whose masters exist at the same time."""
 _ALIGN = 64  # elements, so that vector loads of a piece are aligned
 KERNEL_SIZE = 1
-"""Weights from which on a tensor gets a launch of its own: one launch costs a host less than its
-share of the batched path, whose stochastic rounding alone is some twenty."""
+"""Weights from which on a tensor is the kernel's: even a launch of its own costs a host less than
+its share of the batched path, whose stochastic rounding alone is some twenty."""
+_Placed = tuple[int, torch.Tensor, dict[str, Any]]  # position among all, parameter, state
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -77,6 +80,7 @@ class MasterAdamW(torch.optim.AdamW):
             raise ValueError(f"state_dtype is fp32 or bf16, not {state_dtype}")
         self.state_dtype = state_dtype
         self.lacked_masters = 0
+        self._tiles: dict[tuple[int, int], Tiles] = {}  # by group and device
         super().__init__(params, lr, betas, eps, weight_decay, foreach=foreach, fused=fused)
         # Gradients are in BF16, without a loss scale: no scaler may be folded into the step.
         self._step_supports_amp_scaling = False
@@ -102,20 +106,25 @@ class MasterAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         place = 0
-        for group in self.param_groups:
-            placed = [(i, p) for i, p in enumerate(group["params"], place) if p.grad is not None]
-            place += len(group["params"])
-            for _, parameter in placed:
-                self._begin(parameter, group)
-            for position, parameter in placed:
-                if _has_kernel(parameter):
-                    _step_by_kernel(parameter, self.state[parameter], position, group)
-            rest = [(i, p) for i, p in placed if not _has_kernel(p)]
-            pieces = (piece for i, p in rest for piece in _split(p, self.state[p], i))
+        for index, group in enumerate(self.param_groups):
+            placed = [
+                (i, p, self._begin(p, group))
+                for i, p in enumerate(group["params"], place)
+                if p.grad is not None
+            ]
+            kernels: list[_Placed] = []
+            rest: list[_Placed] = []
+            for one in placed:
+                (kernels if _has_kernel(one[1]) else rest).append(one)
+            if kernels:
+                self._step_by_kernels(kernels, place, index)
+            pieces = (piece for i, p, state in rest for piece in _split(p, state, i))
             for batch in _batches(pieces):
                 _step(batch, group)
-            for _, parameter in placed:
-                self.state[parameter]["step"] += 1
+            for some in (kernels, rest):
+                if some:
+                    torch._foreach_add_([state["step"] for _, _, state in some], 1)
+            place += len(group["params"])
         return loss
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -131,6 +140,9 @@ class MasterAdamW(torch.optim.AdamW):
 
         torch's own loader casts every tensor of the state to its parameter's dtype, remainders
         and moments too, so the tensors are put in place here.
+
+        Raises:
+            ValueError: a moment or remainder that is not of its weight's shape.
         """
         super().load_state_dict({**state_dict, "state": {}})
         self.lacked_masters = 0
@@ -141,16 +153,42 @@ class MasterAdamW(torch.optim.AdamW):
                 values = state_dict["state"][index]
                 self.state[parameter] = self._restored(parameter, values, group)
 
-    def _begin(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
-        """The state of a parameter that has none yet: its master is the weight."""
-        state = self.state[parameter]
+    def _begin(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's state. It has none before its first step: its master is the weight."""
+        state: dict[str, Any] = self.state[parameter]
         if state:
-            return
+            return state
         state["step"] = torch.zeros((), device=_step_device(parameter, group))
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = torch.zeros_like(parameter, dtype=_STATE_DTYPES[self.state_dtype])
         if parameter.dtype == torch.bfloat16:
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+        return state
+
+    def _step_by_kernels(self, placed: Sequence[_Placed], place: int, index: int) -> None:
+        """AdamW on BF16 parameters of group `index`, whose first one is `place` among all.
+
+        States' counts of steps are left as they are.
+        """
+        group = self.param_groups[index]
+        options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        options["lr"] = float(options["lr"])
+        together: dict[Any, list[Stepped]] = {}
+        for one in _stepped(placed, place):
+            if one.aligned:
+                weight, _, gradient, average, _ = one.tensors
+                key = (weight.get_device(), gradient.dtype, average.dtype)
+                together.setdefault(key, []).append(one)
+            else:
+                weight, *others = one.tensors
+                placed_at = {"step": one.step, "position": one.position}
+                adamw_step_(weight.detach(), *others, **placed_at, **options)
+        sizes = tuple([p.numel() for p in group["params"]])
+        for (device, *_), some in together.items():
+            tiles = self._tiles.get((index, device))
+            if tiles is None or tiles.sizes != sizes:
+                tiles = self._tiles[index, device] = Tiles.of(sizes, some[0].tensors[0].device)
+            adamw_steps_(some, tiles, **options)
 
     def _restored(
         self, parameter: torch.Tensor, values: Mapping[str, Any], group: Mapping[str, Any]
@@ -159,7 +197,7 @@ class MasterAdamW(torch.optim.AdamW):
         for key in ("exp_avg", "exp_avg_sq"):
             # A copy: the caller's tensors must not be trained on.
             dtype = _STATE_DTYPES[self.state_dtype]
-            state[key] = values[key].to(parameter.device, dtype, copy=True)
+            state[key] = values[key].to(parameter.device, dtype, copy=True).contiguous()
         step = torch.as_tensor(values["step"], dtype=torch.float32)
         state["step"] = step.to(_step_device(parameter, group), copy=True)
         if parameter.dtype == torch.bfloat16:
@@ -168,7 +206,12 @@ class MasterAdamW(torch.optim.AdamW):
             if remainder is None or remainder.dtype != torch.int16:
                 self.lacked_masters += 1
                 remainder = torch.zeros_like(parameter, dtype=torch.int16)
-            state["remainder"] = remainder.to(parameter.device, copy=True)
+            state["remainder"] = remainder.to(parameter.device, copy=True).contiguous()
+        for key, tensor in state.items():
+            # A kernel would write beyond the end of a smaller one.
+            if key != "step" and tensor.shape != parameter.shape:
+                shapes = f"{tuple(tensor.shape)}, its weight is of {tuple(parameter.shape)}"
+                raise ValueError(f"{key} of the state is of shape {shapes}")
         return state
 
 
@@ -178,7 +221,7 @@ def drop_masters(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _has_kernel(parameter: torch.Tensor) -> bool:
-    """Whether the parameter is stepped by a launch of its own."""
+    """Whether the parameter is stepped by a kernel of ours."""
     large = parameter.dtype == torch.bfloat16 and parameter.numel() >= KERNEL_SIZE
     return large and _triton.MISSING is None and _triton.runs_triton(parameter)
 
@@ -224,27 +267,14 @@ class _Piece:
         return -(-self.weight.numel() // _ALIGN) * _ALIGN
 
 
-def _step_by_kernel(
-    parameter: torch.Tensor,
-    state: Mapping[str, torch.Tensor],
-    position: int,
-    group: Mapping[str, Any],
-) -> None:
-    """AdamW on one BF16 parameter; the state's count of steps is left as it is."""
-    assert parameter.grad is not None
-    adamw_step_(
-        parameter.detach(),
-        state["remainder"],
-        parameter.grad.contiguous(),
-        state["exp_avg"],
-        state["exp_avg_sq"],
-        step=int(state["step"].item()) + 1,
-        position=position,
-        lr=float(group["lr"]),
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-    )
+def _stepped(placed: Sequence[_Placed], place: int) -> Iterator[Stepped]:
+    """What the kernels take of parameters of a group, whose first one is `place` among all."""
+    for position, parameter, state in placed:
+        gradient = parameter.grad
+        assert gradient is not None
+        average, square = state["exp_avg"], state["exp_avg_sq"]
+        tensors = (parameter, state["remainder"], gradient.contiguous(), average, square)
+        yield Stepped.of(position - place, tensors, int(state["step"]) + 1, position)
 
 
 def _split(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from swiftfp8.precision.kernels.adamw import adamw_step_
+from swiftfp8.precision.kernels.adamw_many import Stepped, Tiles, adamw_steps_
+from swiftfp8.train import masters
 from swiftfp8.train.masters import MasterAdamW, join_master, split_master
 
 pytestmark = pytest.mark.gpu
@@ -133,6 +136,68 @@ def test_a_loaded_state_goes_on_bit_for_bit(state_dtype: Any, fused: bool) -> No
         assert optimizer.state[a]["exp_avg"].dtype == dtype
         for key, value in optimizer.state[a].items():
             assert torch.equal(value, other.state[b][key]), key
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_one_launch_steps_all_as_a_launch_for_each_does(
+    state_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: of tiles, parts of one, sizes and views that need a launch of their own."""
+    sizes = (1, 7, 896, 4096, 4097, 1 << 20, (1 << 20) + 16, 300_000)
+    first, second = parameters(*sizes), parameters(*sizes)
+    optimizer, other = (
+        MasterAdamW(
+            [{"params": some[:4]}, {"params": some[4:], "weight_decay": 0.0, "lr": 3e-3}],
+            lr=1e-3,
+            weight_decay=0.1,
+            state_dtype=state_dtype,
+        )
+        for some in (first, second)
+    )
+    together = mock.Mock(side_effect=masters.adamw_steps_)
+    monkeypatch.setattr(masters, "adamw_steps_", together)
+    generator = torch.Generator("cuda").manual_seed(6)
+    for step in range(20):
+        for a, b in zip(first, second, strict=True):
+            drawn = torch.randn(a.numel() + 3, generator=generator, device="cuda").bfloat16()
+            a.grad, b.grad = drawn[:-3].clone(), drawn[:-3].clone()
+            if a.numel() == 1 << 20 and step % 4 == 2:  # a view at an odd offset
+                a.grad = b.grad = drawn[3:]
+            if a.numel() == 896 and step == 1:
+                a.grad = b.grad = None
+        together.reset_mock()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+            stepped = [len(call.args[0]) for call in together.call_args_list]
+            assert stepped == [1 if step == 1 else 2, 2 if step % 4 == 2 else 3]
+            with monkeypatch.context() as patch:
+                patch.setattr(Stepped, "aligned", False)
+                other.step()
+            assert together.call_count == 2
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+        for key, value in optimizer.state[a].items():
+            assert torch.equal(value, other.state[b][key]), (key, a.shape)
+    assert optimizer.state[first[2]]["step"] == 19 and optimizer.state[first[3]]["step"] == 20
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+def test_one_launch_reads_fp32_gradients(moments: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(7)
+    tensors = [torch.randn(50_000, generator=generator, device="cuda") for _ in range(2)]
+    tensors[0] = tensors[0].bfloat16()
+    tensors.insert(1, torch.zeros(50_000, dtype=torch.int16, device="cuda"))
+    tensors += [torch.zeros(50_000, dtype=moments, device="cuda") for _ in range(2)]
+    copies = tuple(tensor.clone() for tensor in tensors)
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    adamw_step_(*tensors, step=3, position=5, **options)
+    tiles = Tiles.of([4096, 50_000], torch.device("cuda"))
+    adamw_steps_([Stepped.of(1, copies, step=3, position=5)], tiles, **options)
+    for a, b in zip(tensors, copies, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_bf16_moments_are_unbiased_and_decay() -> None:

@@ -16,12 +16,14 @@ interpreted.mend()
 
 from swiftfp8.precision.kernels import _triton  # noqa: E402
 from swiftfp8.precision.kernels.adamw import adamw_step_  # noqa: E402
+from swiftfp8.precision.kernels.adamw_many import Stepped, Tiles, adamw_steps_  # noqa: E402
 from swiftfp8.train import masters  # noqa: E402
 from swiftfp8.train.masters import MasterAdamW  # noqa: E402
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 BF16 = torch.bfloat16
 measured: dict[str, float] = {}
+together = mock.Mock(side_effect=masters.adamw_steps_)
 
 
 def without_kernel() -> Any:
@@ -88,17 +90,55 @@ def check_fp32_gradients() -> None:
     """FP32 gradients are read as they are: the same numbers make the same step."""
     for dtype in (torch.float32, BF16):
         results = []
-        drawn = (torch.randn(9000) * 0.1).to(BF16)
-        weight = torch.randn(9000).to(BF16)
+        drawn = (torch.randn(9008) * 0.1).to(BF16)
+        weight = torch.randn(9008).to(BF16)
         for gradient in (drawn, drawn.float(), drawn.float() * (1 + 2**-12)):
-            tensors = [weight.clone(), torch.zeros(9000, dtype=torch.int16), gradient]
-            tensors += [torch.zeros(9000, dtype=dtype) for _ in range(2)]
-            options = OPTIONS | {"step": 3, "position": 5}
-            adamw_step_(*tensors, **options)
+            tensors = [weight.clone(), torch.zeros(9008, dtype=torch.int16), gradient]
+            tensors += [torch.zeros(9008, dtype=dtype) for _ in range(2)]
+            copies = tuple(tensor.clone() for tensor in tensors)
+            adamw_step_(*tensors, **OPTIONS, step=3, position=5)
             results.append([*tensors[:2], *tensors[3:]])
+            tiles = Tiles.of([64, 9008, 0], torch.device("cpu"))
+            adamw_steps_([Stepped.of(1, copies, step=3, position=5)], tiles, **OPTIONS)
+            assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
         same, equal, other = results
         assert all(torch.equal(a, b) for a, b in zip(same, equal, strict=True))
         assert not torch.equal(same[2], other[2])
+
+
+def check_many() -> None:
+    """One launch for all that suit it makes every parameter's own step, bit for bit."""
+    sizes = (1, 7, 896, 4096, 4097, 9008, 8192, 64)
+    for state_dtype in ("fp32", "bf16"):
+        ours = weights(*sizes)
+        first = {"params": ours[:5]}, {"params": ours[5:], "weight_decay": 0.0, "lr": 3e-3}
+        optimizer = MasterAdamW(first, **OPTIONS, state_dtype=state_dtype)
+        theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+        second = {"params": theirs[:5]}, {"params": theirs[5:], "weight_decay": 0.0, "lr": 3e-3}
+        other = MasterAdamW(second, **OPTIONS, state_dtype=state_dtype)
+        for step in range(4):
+            give(ours, theirs)
+            if step == 1:
+                ours[2].grad = theirs[2].grad = ours[6].grad = theirs[6].grad = None
+            if step == 2:  # a view that is not aligned, and one that is not contiguous
+                for some in (ours, theirs):
+                    some[3].grad = torch.cat([some[4].grad, some[0].grad])[1:4097]
+                    some[5].grad = some[5].grad.repeat_interleave(2)[::2]
+            together.reset_mock()
+            optimizer.step()
+            assert together.call_count == 2  # groups
+            stepped = [one.row for call in together.call_args_list for one in call.args[0]]
+            assert stepped == [[2, 3, 0, 1, 2], [3, 0, 2], [2, 0, 1, 2], [2, 3, 0, 1, 2]][step]
+            with mock.patch.object(Stepped, "aligned", False):
+                other.step()
+            assert together.call_count == 2
+            for a, b in zip(ours, theirs, strict=True):
+                assert torch.equal(a, b)
+                assert optimizer.state[a].keys() == other.state[b].keys()
+                for key, value in optimizer.state[a].items():
+                    assert torch.equal(value, other.state[b][key]), (step, key, a.shape)
+        assert optimizer.state[ours[2]]["step"] == 3 and optimizer.state[ours[3]]["step"] == 4
+        assert len(optimizer._tiles) == 2
 
 
 def check_nan() -> None:
@@ -178,13 +218,16 @@ def main() -> None:
     with (
         mock.patch.object(masters, "KERNEL_SIZE", 100),
         mock.patch.object(masters, "adamw_step_", launched),
+        mock.patch.object(masters, "adamw_steps_", together),
     ):
         check_steps()
-        assert launched.call_count == 12  # the two large ones, six times
+        assert launched.call_count == together.call_count == 6  # 5000 is not a multiple of 16
         check_fp32_gradients()
         check_nan()
         check_bf16_moments()
         check_resume()
+    with mock.patch.object(masters, "adamw_steps_", together):
+        check_many()
     print(json.dumps(measured))
 
 

@@ -186,6 +186,19 @@ def test_a_state_without_masters_starts_them_at_the_weights():
         optimizer.step()
 
 
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "remainder"])
+def test_a_state_of_another_shape_is_refused(key):
+    """A kernel writes through addresses, and must not write beyond an end."""
+    ours = parameters()
+    optimizer = MasterAdamW(ours, **OPTIONS)
+    give_gradients([ours], 0)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][1][key] = state["state"][1][key][:-1]
+    with pytest.raises(ValueError, match=rf"{key} .* \(63, 33\), its weight is of \(64, 33\)"):
+        optimizer.load_state_dict(state)
+
+
 def test_bf16_moments_follow_fp32s_in_the_mean_and_decay():
     """Constant gradients, then none. Rounded to nearest, the second moment would not decay."""
     size, beta1, beta2 = 1 << 14, 0.9, 0.999

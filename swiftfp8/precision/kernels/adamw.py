@@ -85,6 +85,19 @@ def _adamw(
     ROUND: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
+    update_tile(
+        W, R, G, M, V, N, tile, step, position,
+        keep, rate1, beta2, rate2, inverse_root, eps, move, ROUND, PART,
+    )  # fmt: skip
+
+
+@jit
+def update_tile(
+    W, R, G, M, V, N, tile, step, position,
+    keep, rate1, beta2, rate2, inverse_root, eps, move,
+    ROUND: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """One tile of a parameter of N elements."""
     k = tl.arange(0, PART)
     i = tile.to(tl.int64) * (4 * PART) + k
     # Without ROUND nothing reads the words, and the compiler leaves them out.
