@@ -18,6 +18,11 @@ _WHAT = {
     "bf16": "BF16, merged",
     "adapter": "LoRA adapter (PEFT)",
 }
+_PIPELINES = {
+    "seq_cls": "text-classification",
+    "reward": "text-classification",
+    "embedding": "feature-extraction",
+}
 _CHECKS = (
     "reload",
     "against BF16",
@@ -66,7 +71,8 @@ def model_card(report: ExportReport) -> str:
 def _front_matter(report: ExportReport) -> list[str]:
     tags = ["swiftfp8", *(["fp8"] if report.quantized else [])]
     lines = ["---", f"library_name: {'peft' if report.format == 'adapter' else 'transformers'}"]
-    lines += ["pipeline_tag: text-generation"]
+    task = report.trained.task if report.trained else "sft"
+    lines += [f"pipeline_tag: {_PIPELINES.get(task, 'text-generation')}"]
     if looks_like_id(report.base) and "/" in report.base:
         lines += [f"base_model: {json.dumps(report.base)}"]
     lines += ["tags:", *(f"- {tag}" for tag in tags), "---"]
@@ -93,6 +99,10 @@ def _engines(report: ExportReport) -> list[str]:
 
 def _command(report: ExportReport) -> str:
     name = report.export_dir.name
+    if report.trained is not None:
+        if report.format == "adapter":
+            return f"swiftfp8 infer model={report.base} adapter={name}"
+        return f"swiftfp8 infer model={name}\nvllm serve {name} --runner pooling"
     if report.format == "adapter":
         base = report.base
         return f"vllm serve {base} --enable-lora --lora-modules {name}={name}"

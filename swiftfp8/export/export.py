@@ -73,6 +73,7 @@ from swiftfp8.export.verify import (
     verify_reload,
 )
 from swiftfp8.registry import discover, unknown
+from swiftfp8.tasks import read_task_file
 
 # Options that decide the bytes of the weights; what they make of a model is compared as well.
 _DECIDING = ("exclude", "max_shard_size", "calibrate")
@@ -414,6 +415,7 @@ def _report(
         read_back=None,
         warnings=(),
         run=context.run,
+        trained=read_task_file(partial),
     )
 
 

@@ -22,6 +22,7 @@ from swiftfp8.export.layout import LayerError
 from swiftfp8.export.run_facts import RunFacts
 from swiftfp8.export.tp import TpVerdict, tp_text
 from swiftfp8.export.verify import ReadBack, ReloadCheck, reload_text
+from swiftfp8.tasks import Trained
 
 _WORST_SHOWN = 5
 _MIB = 2**20
@@ -33,7 +34,7 @@ class ExportReport:
     quantization cost, worst first. Where transformers can't read the format, `reload` is None and
     `read_back` says what was checked in its place; with `export.verify` off both are None.
     `stages` are seconds; `reused` are files that an interrupted export had finished;
-    `kv_scales` are those of an FP8 cache by tensor name.
+    `kv_scales` are those of an FP8 cache by tensor name. `trained` is None for a language model.
     """
 
     export_dir: Path
@@ -61,6 +62,7 @@ class ExportReport:
     kv_scales: Mapping[str, float] = field(default_factory=dict)
     judgement: Judgement = field(default_factory=Judgement)
     run: RunFacts | None = None
+    trained: Trained | None = None
 
     def to_json(self) -> str:
         """All of it as JSON; paths as text, an infinite SQNR as null."""
@@ -96,6 +98,8 @@ class ExportReport:
             ("size", f"{sizes}, from {self.source_bytes / _MIB:,.1f} MiB"),
             ("time", self._time_text()),
         ]
+        if self.trained is not None:
+            rows.insert(3, ("task", _task_text(self.trained)))
         if self.reused:
             rows.append(("resumed", f"{self.reused} file(s) of an interrupted export were kept"))
         if self.layers:
@@ -178,3 +182,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
+
+
+def _task_text(trained: Trained) -> str:
+    if trained.head is None:
+        return f"{trained.task}, pooling {trained.pooling}"
+    return f"{trained.task}: {', '.join(trained.head.labels)}"

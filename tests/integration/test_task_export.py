@@ -80,6 +80,10 @@ def test_an_adapter_is_merged_with_its_score_kept_in_bf16(tmp_path, models, name
         assert "bert.pooler.dense" in listed
     assert report.quantized == {"seq_cls-encoder": 12}.get(name, 14)
     assert read_task_file(target) == read_task_file(run / "last")
+    card = (target / "README.md").read_text()
+    kind = "feature-extraction" if name == "embedding" else "text-classification"
+    assert f"pipeline_tag: {kind}" in card and "--runner pooling" in card
+    assert json.loads((target / "export_report.json").read_text())["trained"]["task"] in card
     assert pipeline.verify(VerifyRequest(dir=str(target)), console=Console(quiet=True))
 
 
