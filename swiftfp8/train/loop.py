@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Session:
     display: Display
     stop: StopRequest
     objective: Objective | None = None
+    job: dict[str, Any] = field(default_factory=dict)  # see train/changes.py
 
 
 class FP8Trainer(transformers.Trainer):
@@ -303,8 +304,13 @@ class FP8Trainer(transformers.Trainer):
         return super().create_optimizer(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        scheduler = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        asked = [dict(group, params=None) for group in optimizer.param_groups]
+        rates = list(scheduler.base_lrs)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            _apply_options(optimizer, scheduler, asked, rates)
         if isinstance(optimizer, MasterAdamW):
             if optimizer.lacked_masters:
                 self.session.display.note(
@@ -312,8 +318,14 @@ class FP8Trainer(transformers.Trainer):
                 )
         elif drop_masters(optimizer):
             self.session.display.note(
-                "WARNING: the checkpoint's FP32 masters are dropped (optim.master_weights=false)"
+                "WARNING: the checkpoint's FP32 masters are dropped: weights are not trained on "
+                "masters here (optim.master_weights=false, or another precision)"
             )
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """FP16's loss scale, where this session has a scaler too."""
+        if self.session.plan.loss_scaler:
+            super()._load_scaler(checkpoint)
 
     # Checkpoints
 
@@ -330,6 +342,7 @@ class FP8Trainer(transformers.Trainer):
                 progress.best_step, progress.best_loss = self.last_eval
             manifest = {
                 "fingerprint": session.fingerprint,
+                "job": session.job,
                 "progress": progress.to_dict(),
                 "data": data_shape(len(self.train_dataset), session.config),
             }
@@ -359,7 +372,11 @@ class FP8Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
         load_weights(self.model, folder, inject.load_plain_state_dict)
+        recipe = self.session.plan.recipe
         if (folder / "scaling.pt").exists():
+            if recipe is None or recipe.recipe != "fp8_delayed":
+                self.session.display.note("delayed scaling's history is not used any more")
+                return
             device = self.args.device
             tensors = torch.load(folder / "scaling.pt", map_location=device, weights_only=True)
             inject.load_scaling_state(self.model, tensors)
@@ -395,6 +412,25 @@ def data_shape(rows: int, config: Config) -> dict[str, Any]:
         "shuffle": config.data.shuffle,
         "packing": config.packing,
     }
+
+
+def _apply_options(
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    asked: list[dict[str, Any]],
+    rates: list[float],
+) -> None:
+    """Take the options of this session: what was loaded holds those of the checkpoint's.
+
+    `asked` are the parameter groups and `rates` the peak learning rates before loading.
+    """
+    for group, options in zip(optimizer.param_groups, asked, strict=True):
+        group.update({k: v for k, v in options.items() if k not in ("params", "lr")})
+    scheduler.base_lrs = rates
+    shapes = scheduler.lr_lambdas
+    for group, rate, shape in zip(optimizer.param_groups, rates, shapes, strict=True):
+        group["lr"] = rate * shape(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from importlib import metadata
@@ -24,6 +25,7 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.train.checkpoint import clean_leftovers, find_resume, newest_checkpoint
 
 RESULT_FILE = "result.json"
+RECORDS = "sessions"
 _LOCK_FILE = ".lock"
 _SECRET = re.compile(r"token|secret|password|passwd|api_?key|credential", re.IGNORECASE)
 _PACKAGES = (
@@ -49,7 +51,7 @@ def start_run(
 ) -> Path:
     """Create, or on a resume re-open, the run directory; lock it and write what the run was told.
 
-    A resumed run's files are only replaced by `confirm_run`, once its checkpoint is known to fit.
+    A resumed run's files are only touched by `confirm_run`, once its checkpoint is known to fit.
 
     Args:
         composed: a `Config`, or what `compose_config` returns (then its overrides are kept too).
@@ -85,9 +87,46 @@ def start_run(
 
 
 def confirm_run(run_dir: Path) -> None:
-    """Write what `start_run` left to be written; no error where there is nothing."""
-    for name, text in _told.pop(run_dir.resolve(), {}).items():
+    """Write what `start_run` left to be written; no error where there is nothing.
+
+    A resume with the configuration and the plan that the run has leaves its records alone. Any
+    other moves them to `sessions/N` first: what a run was told is never lost.
+    """
+    told = _told.pop(run_dir.resolve(), {})
+    if (run_dir / "resolved.yaml").exists():
+        if not _changes(run_dir, told):
+            return
+        _keep_records(run_dir, told)
+    for name, text in told.items():
         write_text(run_dir / name, text)
+
+
+def _changes(run_dir: Path, told: Mapping[str, str]) -> bool:
+    """Whether the run has been told something else than what it is told now."""
+    for name in ("resolved.yaml", "plan.json"):
+        path = run_dir / name
+        if name in told and (not path.is_file() or path.read_text(encoding="utf-8") != told[name]):
+            return True
+    return False
+
+
+def _keep_records(run_dir: Path, names: Iterable[str]) -> None:
+    """Copy the records of the session before to the first free `sessions/N`."""
+    number = 1
+    while (run_dir / RECORDS / str(number)).exists():
+        number += 1
+    folder = run_dir / RECORDS / str(number)
+    try:
+        folder.mkdir(parents=True)
+        for name in names:
+            if (run_dir / name).is_file():
+                shutil.copy2(run_dir / name, folder / name)
+    except OSError as error:
+        raise SwiftFP8Error(
+            f"could not keep the run's records: {error.strerror or error}",
+            where=str(folder),
+            fix="make room on the disk, or resume a copy of the checkpoint outside its run",
+        ) from error
 
 
 def release_run(run_dir: Path) -> None:

@@ -24,6 +24,7 @@ from swiftfp8.tasks import uses_reference
 from swiftfp8.train import checkpoint as store
 from swiftfp8.train.arguments import count_steps, training_arguments
 from swiftfp8.train.callbacks import Cadence, PrecisionWatch
+from swiftfp8.train.changes import changes, changes_training, describe_job
 from swiftfp8.train.coverage import record_coverage
 from swiftfp8.train.flops import flops_per_token, peak_flops
 from swiftfp8.train.log_probs import offer_log_probs
@@ -40,7 +41,13 @@ from swiftfp8.train.metrics import (
 from swiftfp8.train.objectives import build_objective
 from swiftfp8.train.progress import Display, open_display
 from swiftfp8.train.reference import add_reference
-from swiftfp8.train.run_dir import RESULT_FILE, confirm_run, resume_command, write_json
+from swiftfp8.train.run_dir import (
+    RECORDS,
+    RESULT_FILE,
+    confirm_run,
+    resume_command,
+    write_json,
+)
 from swiftfp8.train.separation import require_separate_rows
 from swiftfp8.train.signals import StopRequest
 from swiftfp8.train.weights import check_fingerprint, fingerprint
@@ -108,7 +115,8 @@ def run_training(
             "the training data set is empty", where="dataset", fix="give it at least one row"
         )
     mark = fingerprint(plan, model)
-    start = _StartPoint.find(resume_from, run_dir, mark)
+    job = describe_job(config, plan)
+    start = _StartPoint.find(resume_from, run_dir, mark, job)
     total = count_steps(len(datasets.train), config, int(os.environ.get("WORLD_SIZE", "1")))
     if plan.recipe is not None and plan.start_step >= total:
         raise SwiftFP8Error(
@@ -117,6 +125,7 @@ def run_training(
             where="precision.start_step",
             fix=f"set precision.start_step below {total}, or dtype={plan.compute_dtype}",
         )
+    start.require_left(total)
     arguments = training_arguments(config, plan, run_dir, total)
     confirm_run(run_dir)
     start.rewind(run_dir)
@@ -136,6 +145,7 @@ def run_training(
             run_dir=run_dir,
             tokenizer=tokenizer,
             fingerprint=mark,
+            job=job,
             meter=meter,
             log=log,
             display=display,
@@ -166,9 +176,13 @@ class _StartPoint:
     same_run: bool
     progress: Progress
     data: dict[str, Any]
+    changed: dict[str, list[str]] = field(default_factory=dict)
+    said: bool = True  # the checkpoint says what job wrote it
 
     @classmethod
-    def find(cls, resume_from: Path | None, run_dir: Path, mark: dict[str, Any]) -> _StartPoint:
+    def find(
+        cls, resume_from: Path | None, run_dir: Path, mark: dict[str, Any], job: dict[str, Any]
+    ) -> _StartPoint:
         if resume_from is None:
             return cls(checkpoint=None, step=0, same_run=True, progress=Progress(), data={})
         checkpoint = store.find_resume(resume_from)
@@ -180,6 +194,21 @@ class _StartPoint:
             same_run=checkpoint.resolve().parent == run_dir.resolve(),
             progress=Progress.from_dict(manifest["progress"]),
             data=manifest["data"],
+            changed=changes(manifest.get("job"), job),
+            said="job" in manifest,
+        )
+
+    def require_left(self, total: int) -> None:
+        """Refuse another job's options where they leave nothing to train under them."""
+        if self.step < total or not changes_training(self.changed):
+            return
+        raise SwiftFP8Error(
+            f"nothing is left to train: the checkpoint is at step {self.step}, and with these "
+            f"options the run ends at step {total}; against the checkpoint's job, "
+            + "; ".join(", ".join(lines) for lines in self.changed.values()),
+            where=f"resume_from_checkpoint={self.checkpoint}",
+            fix=f"set max_steps over {self.step}, or start a new run without "
+            "resume_from_checkpoint",
         )
 
     def rewind(self, run_dir: Path) -> None:
@@ -197,6 +226,12 @@ class _StartPoint:
         if self.checkpoint is None:
             return
         display.note(f"resuming at step {self.step} from {self.checkpoint}")
+        if not self.said:
+            display.note("the checkpoint, of an older version, does not say which job wrote it")
+        for kind, lines in self.changed.items():
+            display.note(f"changed since the checkpoint, {kind}: {', '.join(lines)}")
+        if self.changed and self.same_run:
+            display.note(f"the earlier session's records are in {RECORDS}/")
         before = {"packing": False, **self.data}  # which checkpoints of old don't mention
         changed = [f"{k} {before[k]} -> {data[k]}" for k in data if data[k] != before[k]]
         if changed:

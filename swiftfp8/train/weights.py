@@ -92,7 +92,6 @@ def fingerprint(plan: Plan, model: Any) -> dict[str, Any]:
         "layers": getattr(config, "num_hidden_layers", None),
         "vocab_size": getattr(config, "vocab_size", None),
         "tuner": plan.tuner,
-        "dtype": plan.asked_dtype,
         "lora_rank": lora.rank if lora else None,
         "lora_alpha": lora.alpha if lora else None,
         "use_rslora": lora.use_rslora if lora else None,

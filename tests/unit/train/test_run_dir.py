@@ -181,3 +181,24 @@ def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path):
 def test_the_resume_command_survives_a_shell(tmp_path):
     run_dir = tmp_path / "my runs" / "a"
     assert f"'resume_from_checkpoint={run_dir}'" in resume_command(run_dir)
+
+
+def test_a_resume_with_another_configuration_keeps_the_earlier_records(tmp_path):
+    run_dir = begin(tmp_path, seed=1)
+    save(run_dir, 3)
+    (run_dir / "overrides.txt").write_text("seed=1\n")
+    (run_dir / "precision_report.json").write_text("{}")
+    first = {name: (run_dir / name).read_bytes() for name in ("resolved.yaml", "overrides.txt")}
+    release_run(run_dir)
+    begin(tmp_path, seed=1, resume_from_checkpoint=str(run_dir))
+    confirm_run(run_dir)  # the same job: nothing is written anew
+    release_run(run_dir)
+    assert {name: (run_dir / name).read_bytes() for name in first} == first
+    assert not (run_dir / "sessions").exists()
+    for seed in (2, 3):
+        begin(tmp_path, seed=seed, resume_from_checkpoint=str(run_dir))
+        confirm_run(run_dir)
+        release_run(run_dir)
+    assert {name: (run_dir / "sessions" / "1" / name).read_bytes() for name in first} == first
+    assert "seed: 2" in (run_dir / "sessions" / "2" / "resolved.yaml").read_text()
+    assert "seed: 3" in (run_dir / "resolved.yaml").read_text()

@@ -290,7 +290,6 @@ def test_the_guard_can_be_told_to_go_on(tmp_path):
     [
         ({"tuner": "full"}, ["tuner is full, was lora"]),
         ({"model_name": "other"}, ["model is other, was tiny"]),
-        ({"asked_dtype": "bf16"}, ["dtype is bf16, was fp8"]),
     ],
 )
 def test_resuming_another_job_is_refused_and_says_what_differs(tmp_path, now, named):
