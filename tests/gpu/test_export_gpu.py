@@ -43,3 +43,32 @@ def test_merged_export_is_the_same_file(tmp_path: Path) -> None:
         assert report.reload and report.reload.bit_equal
         files.append((tmp_path / device / "model.safetensors").read_bytes())
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "compressed_tensors", "fp8", "bf16"])
+def test_every_format_is_the_same_file_in_pieces(tmp_path: Path, name: str) -> None:
+    """An MLP of 25 million weights a matrix comes in several pieces on the GPU too."""
+    base = save_model(
+        tmp_path / "base", "llama", hidden_size=2048, intermediate_size=12288, num_hidden_layers=1
+    )
+    files = []
+    for device in ("cpu", "cuda"):
+        settings = ExportConfig(format=name, verify=False, max_shard_size="20MB")
+        context = ExportContext(device=device)
+        report = export_checkpoint(base, None, tmp_path / device, settings, context)
+        assert report.shards > 1
+        shards = sorted((tmp_path / device).glob("*.safetensors"))
+        files.append([shard.read_bytes() for shard in shards])
+    assert files[0] == files[1]
+
+
+def test_an_fp8_base_is_the_same_file(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "qwen3", hidden_size=1024, intermediate_size=2048)
+    settings = ExportConfig(format="compressed_tensors", verify=False)
+    export_checkpoint(base, None, tmp_path / "fp8", ExportConfig(format="fp8_block", verify=False))
+    files = []
+    for device in ("cpu", "cuda"):
+        context = ExportContext(device=device)
+        export_checkpoint(tmp_path / "fp8", None, tmp_path / device, settings, context)
+        files.append((tmp_path / device / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
