@@ -9,7 +9,7 @@ tested against their own forward pass are fused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ class FusionPlan:
     compiled: bool = False
 
 
+MIXED_LORA = "adapters that read one input differ in rank or alpha (rank_pattern, alpha_pattern)"
 NO_FUSION = FusionPlan(layers=0, total=0, reason="not planned")
 
 
@@ -64,11 +65,13 @@ def plan_fusion(
     tuner: str,
     lora_dropout: float,
     device: str,
+    mixed: Collection[int] = (),
     compiles: bool = True,
     graphs: bool = True,
 ) -> FusionPlan:
     """The decoder layers whose linears are all in FP8 on the `torch` backend.
 
+    `mixed` are layers whose adapters have shapes that can't be joined.
     `compiles` and `graphs` are what the user allows; both need a CUDA device.
     """
     total = meta.num_layers
@@ -81,8 +84,12 @@ def plan_fusion(
     numbers = {linear.name: linear.layer for linear in meta.linears}
     high = {numbers[x.name]: x.reason for x in layers if x.precision != FUSED_RECIPE}
     high.pop(None, None)  # the head
+    high |= {layer: MIXED_LORA for layer in mixed if layer not in high}
     reasons = Counter(high.values()).most_common(1)
-    why = f"a linear in them is not in FP8: {reasons[0][0]}" if reasons else None
+    why = None
+    if reasons:
+        why = reasons[0][0]
+        why = why if why == MIXED_LORA else f"a linear in them is not in FP8: {why}"
     fused = total - len(high)
     recorded = graphs and fused > 0 and device == "cuda"
     return FusionPlan(layers=fused, total=total, reason=why, graphs=recorded)

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 MOST_ROWS = 2**20
+# States of a trained parameter, in its own dtype's size, where they are not Adam's two; Adafactor's
+# are a matrix's rows and columns.
+MOMENTS = {"adafactor": 0.0, "lion": 1.0, "muon": 1.0, "adamw_8bit": 0.5}
 MASTER_BYTES = {"fp32": 4 + 4 + 2, "bf16": 2 + 2 + 2}  # two moments, a master's remainder
 # What the framework takes beside tensors: CUDA context and cuBLAS, or Python and its libraries.
 WORKSPACE_GIB = {"cuda": 0.75, "cpu": 0.5}
@@ -93,6 +96,7 @@ def estimate_memory(
     packing: bool = False,
     master_weights: bool = False,
     state_dtype: str = "fp32",
+    optimizer: str = "adamw_torch",
     compiled: bool = False,
     accumulates: bool = False,
 ) -> MemoryEstimate:
@@ -101,11 +105,14 @@ def estimate_memory(
     `layers` is the plan of every linear. `lora_rank` is ignored where no layer has LoRA.
     `checkpointing` is "none", "selective" or "full"; `fused_layers` decoder layers are run as one
     function by the torch backend. `master_weights`: trained BF16 weights have FP32 masters,
-    and moments of `state_dtype`, "fp32" or "bf16". Where a step `accumulates` micro-batches,
-    gradients are there from the second one on; otherwise they take the activations' place.
+    and moments of `state_dtype`, "fp32" or "bf16"; other optimizers keep `MOMENTS`. Where a step
+    `accumulates` micro-batches, gradients are there from the second one on; otherwise they take
+    the activations' place.
     """
     c = DTYPE_BYTES[compute_dtype]
+    moments = MOMENTS.get(optimizer, 2.0)
     fixed = _without_tokens(meta, hardware, layers, c, compute_dtype, backend, tuner, lora_rank)
+    fixed = replace(fixed, optimizer=fixed.optimizer * moments / 2)
     if master_weights:
         fixed = replace(fixed, optimizer=meta.total_params * MASTER_BYTES[state_dtype] / GIB)
     job = Job(
@@ -168,10 +175,12 @@ def _without_tokens(
     fp8 = [layer for layer in layers if layer.precision in ALL_FP8]
     fp8_params = sum(_size(layer) for layer in fp8)
     adapter_params = sum(
-        lora_rank * (layer.in_features + layer.out_features) * layer.count
+        (layer.lora_rank or lora_rank) * (layer.in_features + layer.out_features) * layer.count
         for layer in layers
         if layer.lora
     )
+    if tuner == "lora":  # modules_to_save: a second, trained copy
+        adapter_params += sum(_size(layer) for layer in layers if layer.trainable)
     transposes = _transpose_bytes(fp8, hardware, tuner) if backend == "te" else 0
     if tuner == "full":
         weight_bytes = 4 if compute_dtype == "fp16" else c

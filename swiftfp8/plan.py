@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from swiftfp8.checkpointing import plan_checkpointing
 from swiftfp8.engine import choose_engine
-from swiftfp8.errors import raise_all
-from swiftfp8.fusion import FusionPlan, plan_fusion, why_not_fused
+from swiftfp8.errors import SwiftFP8Error, raise_all
+from swiftfp8.fusion import MIXED_LORA, FusionPlan, plan_fusion, why_not_fused
 from swiftfp8.hardware import Hardware
 from swiftfp8.ladder import Fallback, climb
 from swiftfp8.loss_plan import LossPlan, plan_loss
@@ -54,6 +54,14 @@ from swiftfp8.plan_types import (
 from swiftfp8.selection import lora_targets, unmatched_excludes
 from swiftfp8.speed import SLOWER, step_seconds
 from swiftfp8.tasks import TASKS, speaks, task_notes, task_problems
+from swiftfp8.tuning import (
+    ADAMW,
+    PATTERNS,
+    mixed_layers,
+    saved_modules,
+    tuning_notes,
+    tuning_problems,
+)
 
 if TYPE_CHECKING:
     from swiftfp8.config.schema import Config
@@ -111,29 +119,47 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
 
 
 def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
+    targets: set[str] = set()
+    target_problems: list[SwiftFP8Error] = []
+    saved, saved_problems = saved_modules(config.modules_to_save, meta)
+    if config.tuner == "lora":
+        targets, target_problems = lora_targets(config.target_modules, meta)
+        if "all-linear" in config.target_modules:
+            targets -= saved
+    problems = [*target_problems, *saved_problems]
+    problems += tuning_problems(config, targets, saved, meta, hardware.device)
+    if any(problem.where in PATTERNS for problem in problems):
+        raise_all(problems)  # what follows goes by them
+    mixed = mixed_layers(config, targets, meta)
+    unfused = why_not_fused(meta, tuner=config.tuner, lora_dropout=config.lora_dropout)
+    if len(mixed) == meta.num_layers > 0:
+        unfused = unfused or MIXED_LORA
     engine = choose_engine(
         config.precision.backend,
         config.precision.recipe,
         hardware,
-        unfused=why_not_fused(meta, tuner=config.tuner, lora_dropout=config.lora_dropout),
+        unfused=unfused,
     )
     granted = climb(config.dtype, config.precision, hardware, engine.name)
-    problems = unmatched_excludes(config.precision.exclude, meta)
-    targets: set[str] = set()
-    if config.tuner == "lora":
-        targets, target_problems = lora_targets(config.target_modules, meta)
-        problems += target_problems
+    problems += unmatched_excludes(config.precision.exclude, meta)
     heads = {linear.name for linear in meta.linears if linear.kind == "head"}
-    loss, loss_problems = plan_loss(
-        config.train.fused_loss, meta, head_has_lora=bool(heads & targets)
-    )
+    head_trained = bool(heads & (targets | saved))
+    loss, loss_problems = plan_loss(config.train.fused_loss, meta, head_has_lora=head_trained)
     if not speaks(config):
         loss = LossPlan(fused=False, reason=f"task={config.task} has no logits over words")
-    problems += loss_problems + head_problems(config, has_lora=bool(heads & targets))
+    problems += loss_problems + head_problems(config, has_lora=head_trained)
     high_head = why_high_head(config.precision.head, granted, loss)
     granted = with_head_fallback(granted, config.precision.head, high_head)
     layers = tuple(
-        plan_layer(linear, granted, config, meta, high_head, lora=linear.name in targets)
+        plan_layer(
+            linear,
+            granted,
+            config,
+            meta,
+            high_head,
+            lora=linear.name in targets,
+            saved=linear.name in saved,
+        )
         for linear in meta.linears
     )
     granted = without_empty_fp8(granted, layers)
@@ -145,7 +171,9 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     recipe, option_notes = recipe_options(config.precision, granted)
     problems += override_problems(config, granted, recipe)
     raise_all(problems)
-    master_weights = trains_bf16(config, granted) and config.optim.master_weights
+    full_bf16 = trains_bf16(config, granted)
+    adamw = config.optim.name in ADAMW
+    master_weights = full_bf16 and adamw and config.optim.master_weights
     fusion = plan_fusion(
         layers,
         meta,
@@ -153,6 +181,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         tuner=config.tuner,
         lora_dropout=config.lora_dropout,
         device=hardware.device,
+        mixed=mixed,
         compiles=config.train.compile,
         graphs=config.train.cuda_graphs,
     )
@@ -172,6 +201,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         packing=config.packing,
         master_weights=master_weights,
         state_dtype=config.optim.state_dtype,
+        optimizer=config.optim.name,
         fused_loss=loss.fused,
         compiled=fusion.compiled,
         accumulates=config.gradient_accumulation_steps > 1,
@@ -195,7 +225,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         recipe=recipe,
         backend=granted.backend,
         layers=layers,
-        lora=_lora_plan(config, layers, meta),
+        lora=_lora_plan(config, layers, meta, saved),
         tuner=config.tuner,
         gradient_checkpointing=checkpointing,
         checkpointing_reason=checkpointing_reason,
@@ -223,6 +253,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
             *score_notes(meta),
             *task_notes(config),
             *option_notes,
+            *tuning_notes(config, fp8=granted.recipe is not None, trains_bf16=full_bf16),
             *head_notes(layers, heads, meta),
             *length_notes(config, meta),
             *general_notes(config, granted, memory, checkpointing),
@@ -230,7 +261,9 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     )
 
 
-def _lora_plan(config: Config, layers: tuple[LayerPlan, ...], meta: ModelMeta) -> LoraPlan | None:
+def _lora_plan(
+    config: Config, layers: tuple[LayerPlan, ...], meta: ModelMeta, saved: set[str]
+) -> LoraPlan | None:
     if config.tuner != "lora":
         return None
     return LoraPlan(
@@ -239,7 +272,11 @@ def _lora_plan(config: Config, layers: tuple[LayerPlan, ...], meta: ModelMeta) -
         dropout=config.lora_dropout,
         use_rslora=config.use_rslora,
         targets=tuple(layer.name for layer in layers if layer.lora),
-        modules_to_save=meta.head_modules,
+        modules_to_save=(*meta.head_modules, *sorted(saved)),
+        init=config.init_lora,
+        plus_ratio=config.lora_plus_ratio,
+        rank_pattern=tuple(config.rank_pattern.items()),
+        alpha_pattern=tuple(config.alpha_pattern.items()),
         task_type=TASKS[config.task].adapter_type,
     )
 

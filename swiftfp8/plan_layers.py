@@ -12,6 +12,7 @@ from swiftfp8.loss_plan import LossPlan
 from swiftfp8.models.meta import LinearMeta, ModelMeta
 from swiftfp8.plan_types import FP8_RECIPES, LayerPlan
 from swiftfp8.selection import matches
+from swiftfp8.tuning import lora_shape
 
 if TYPE_CHECKING:
     from swiftfp8.config.schema import Config, PrecisionConfig
@@ -36,10 +37,16 @@ def plan_layer(
     high_head: str | None,
     *,
     lora: bool,
+    saved: bool = False,
 ) -> LayerPlan:
-    """One linear's precision with its reason; `high_head` is why a head stays out of FP8."""
+    """One linear's precision with its reason; `high_head` is why a head stays out of FP8.
+
+    `saved`: trained whole beside LoRA (`modules_to_save`).
+    """
     if granted.recipe is None:
         high_reason: str | None = granted.high_reason
+    elif saved:
+        high_reason = "modules_to_save: trained whole, in FP32"
     elif linear.kind == "head" and high_head is not None:
         high_reason = high_head
     else:
@@ -58,9 +65,15 @@ def plan_layer(
         precision=precision,
         reason=reason,
         lora=lora,
-        trainable=config.tuner == "full" or linear.kind == "score",
+        trainable=config.tuner == "full" or linear.kind == "score" or saved,
         count=linear.count,
+        lora_rank=_other_rank(config, linear.name) if lora else None,
     )
+
+
+def _other_rank(config: Config, name: str) -> int | None:
+    rank, _ = lora_shape(config, name)
+    return None if rank == config.lora_rank else rank
 
 
 def _why_high(

@@ -40,6 +40,7 @@ class LayerPlan:
     lora: bool
     trainable: bool  # the base weight itself is trained (tuner=full)
     count: int = 1  # matmuls of this shape that the name stands for
+    lora_rank: int | None = None  # where it is another than LoraPlan.rank
 
     @property
     def flops(self) -> int:
@@ -61,6 +62,10 @@ class LoraPlan:
     targets: tuple[str, ...]
     modules_to_save: tuple[str, ...] = ()
     task_type: str = "CAUSAL_LM"
+    init: str = "default"  # or "gaussian"
+    plus_ratio: float = 1.0  # B's learning rate over A's
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,15 +75,19 @@ class LoraPrecisionLinear(PeftLinear):
 
 def add_adapter(model: PreTrainedModel, plan: LoraPlan) -> PeftModel:
     """Freeze `model` and put a fresh LoRA adapter on the plan's targets, and on nothing else."""
+    modules = [name for name, _ in model.named_modules()]
     config = LoraConfig(
         r=plan.rank,
         lora_alpha=int(plan.alpha) if plan.alpha == int(plan.alpha) else plan.alpha,
         lora_dropout=plan.dropout,
         use_rslora=plan.use_rslora,
-        target_modules=compact_targets(plan.targets, (name for name, _ in model.named_modules())),
+        target_modules=compact_targets(plan.targets, modules),
+        rank_pattern=dict(plan.rank_pattern),
+        alpha_pattern=dict(plan.alpha_pattern),
+        init_lora_weights="gaussian" if plan.init == "gaussian" else True,
         bias="none",
         task_type=plan.task_type,
-        modules_to_save=list(plan.modules_to_save) or None,
+        modules_to_save=compact_targets(plan.modules_to_save, modules) or None,
     )
     layers = {PrecisionLinear: LoraPrecisionLinear, nn.Linear: LoraPrecisionLinear}
     config._register_custom_module(layers)

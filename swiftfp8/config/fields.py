@@ -153,7 +153,8 @@ def _kind(inner: Any, metadata: list[Any]) -> tuple[Any, str, tuple[str, ...]]:
         text = "list of texts" if get_args(inner) == (str,) else "list of whole numbers"
         return "names", text, ()
     if get_origin(inner) is dict:
-        return "mapping", "mapping of text to text", ()
+        value = get_args(inner)[1]
+        return "mapping", f"mapping of text to {'text' if value is str else 'number'}", ()
     if inner is bool:
         return "flag", "true or false", ("true", "false")
     if inner is str:

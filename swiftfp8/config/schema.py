@@ -95,6 +95,16 @@ def _off(value: Any) -> Any:
     return "off" if value is False else value
 
 
+def _auto(value: Any) -> Any:
+    """Take the word `auto` for what is left to the plan."""
+    return None if isinstance(value, str) and value.lower() == "auto" else value
+
+
+def _schedule(value: Any) -> Any:
+    """A schedule's short name."""
+    return "warmup_stable_decay" if value == "wsd" else value
+
+
 Judging = Annotated[Literal["warn", "fail", "off"], BeforeValidator(_off)]
 Smoke = Annotated[Literal["auto", "require", "off"], BeforeValidator(_off)]
 
@@ -167,14 +177,31 @@ class DataConfig:
 class OptimConfig:
     """Optimizer and schedule."""
 
-    name: Literal["adamw_torch", "adamw_torch_fused"] = "adamw_torch"
-    """Optimizer, by its transformers name."""
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr"
+    name: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "adafactor", "lion", "muon"] = (
+        "adamw_torch"
+    )
+    """Optimizer. `adamw_8bit` is bitsandbytes'; `lion` wants a third to a tenth of AdamW's learning
+    rate; `muon` steps matrices by their orthogonal part at AdamW's size, the rest by AdamW."""
+    lr_scheduler_type: Annotated[
+        Literal[
+            "linear",
+            "cosine",
+            "constant",
+            "constant_with_warmup",
+            "cosine_with_min_lr",
+            "polynomial",
+            "inverse_sqrt",
+            "warmup_stable_decay",
+        ],
+        BeforeValidator(_schedule),
     ] = "cosine"
-    """Learning-rate schedule, by its transformers name."""
+    """Learning-rate schedule, by its transformers name; `wsd` is `warmup_stable_decay`."""
     min_lr_ratio: Fraction = 0.1
-    """Lowest share of the learning rate, for `cosine_with_min_lr`."""
+    """Lowest share of the learning rate, for `cosine_with_min_lr` and `warmup_stable_decay`."""
+    decay_ratio: Fraction = 0.1
+    """Share of all steps spent decaying at the end, for `warmup_stable_decay`."""
+    fp8_lr_scale: Annotated[Real, Field(gt=0.0)] = 0.8
+    """What `learning_rate=auto` is multiplied by where FP8 runs."""
     adam_beta1: BelowOne = 0.9
     """AdamW's first-moment decay."""
     adam_beta2: BelowOne = 0.95
@@ -199,6 +226,8 @@ class TrainConfig:
     """Optimizer steps between evaluations; 0 evaluates at the end only."""
     save_steps: NonNegative = 100
     """Optimizer steps between checkpoints; 0 saves at the end only."""
+    early_stopping_patience: NonNegative = 0
+    """End the run after so many evaluations without a lower loss; 0 never."""
     save_total_limit: Positive = 2
     """How many checkpoints are kept, beside best and last."""
     images: bool = True
@@ -361,6 +390,17 @@ class Config:
     """Dropout on LoRA's input."""
     use_rslora: bool = False
     """Rank-stabilised scaling, alpha / sqrt(r)."""
+    lora_plus_ratio: Annotated[Real, Field(ge=1.0)] = 1.0
+    """LoRA+: how many times A's learning rate B has (16 is usual)."""
+    init_lora: Literal["default", "gaussian", "pissa"] = "default"
+    """How A begins: `default` (Kaiming uniform) or `gaussian`; B is zero. `pissa` is refused, with
+    the reason."""
+    rank_pattern: dict[str, Positive] = Field(default_factory=dict)
+    """Ranks of single linears, by regular expressions on the end of a name: `{down_proj: 16}`."""
+    alpha_pattern: dict[str, Annotated[Real, Field(gt=0.0)]] = Field(default_factory=dict)
+    """Alphas of single linears, as in `rank_pattern`."""
+    modules_to_save: Names = Field(default_factory=list)
+    """Linears that are trained whole beside LoRA, in high precision, and saved with the adapter."""
     target_modules: Names = Field(default_factory=lambda: ["all-linear"])
     """Linears that get LoRA: last name parts, or `all-linear` (all but the head)."""
     max_length: Positive = 2048
@@ -381,14 +421,17 @@ class Config:
     """Rows an evaluation batch holds."""
     gradient_accumulation_steps: Positive = 1
     """Micro-batches an optimizer step adds up."""
-    learning_rate: Annotated[Real, Field(gt=0.0)] = 1e-4
-    """Peak learning rate."""
+    learning_rate: Annotated[Annotated[Real, Field(gt=0.0)] | None, BeforeValidator(_auto)] = 1e-4
+    """Peak learning rate; `auto` (or null) takes 1e-4 for LoRA and 1e-5 for `tuner=full`, times
+    `optim.fp8_lr_scale` where FP8 runs."""
     warmup_ratio: Fraction = 0.03
     """Share of all steps spent warming up."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradient clipping; 0 turns it off."""
+    neftune_noise_alpha: NonNegativeFloat = 0.0
+    """NEFTune: noise on the embeddings' output while training (5 is usual); 0 is none."""
     gradient_checkpointing: Checkpointing = "auto"
     """Recompute activations in the backward pass: `full` (or true) a whole layer at a time, for the
     least memory and about a third more time; `selective` what is cheap to make again; `none` (or

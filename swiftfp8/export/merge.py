@@ -22,6 +22,7 @@ from torch import Tensor
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import TensorSpec, read_header, read_json
 from swiftfp8.export.fp8_reader import DequantizingReader, TensorReader
+from swiftfp8.tuning import pattern_value
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -141,8 +142,8 @@ def _update(
     module: str, pair: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path
 ) -> LoraUpdate:
     a, b = pair["A"], pair["B"]
-    rank = int(_pattern_value(config.get("rank_pattern"), module, config["r"]))
-    alpha = float(_pattern_value(config.get("alpha_pattern"), module, config["lora_alpha"]))
+    rank = int(pattern_value(config.get("rank_pattern") or {}, module, config["r"]))
+    alpha = float(pattern_value(config.get("alpha_pattern") or {}, module, config["lora_alpha"]))
     where = f"{directory / ADAPTER_WEIGHTS}: {module}"
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
         raise SwiftFP8Error(
@@ -155,14 +156,6 @@ def _update(
         )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return LoraUpdate(a_RK=a, b_NR=b, scaling=scaling)
-
-
-def _pattern_value(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """PEFT's rule: the first pattern that matches the end of the module's name, as a regex."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
 
 
 def _refuse_unsupported(config: Mapping[str, Any], directory: Path) -> None:
@@ -189,7 +182,8 @@ def _refuse_unsupported(config: Mapping[str, Any], directory: Path) -> None:
 
 def _is_module_to_save(name: str, config: Mapping[str, Any]) -> bool:
     modules = config.get("modules_to_save") or []
-    return any(part in modules for part in name.split("."))
+    path = name.rpartition(".")[0]
+    return any(part in modules for part in name.split(".")) or path in modules
 
 
 def _check_fit(adapter: Adapter, specs: Mapping[str, TensorSpec]) -> None:

@@ -42,6 +42,10 @@ def _data(config: Config) -> str | None:
     return text
 
 
+def _rate(config: Config) -> str:
+    return "auto" if config.learning_rate is None else f"{config.learning_rate:g}"
+
+
 def _recipe(config: Config) -> str:
     parts: list[str] = [config.task]
     if config.tuner == "lora":
@@ -55,7 +59,7 @@ def _recipe(config: Config) -> str:
     parts += [
         length,
         f"{steps} rows a step of up to {config.max_length} tokens" + _packed(config),
-        f"learning rate {config.learning_rate:g} ({config.optim.lr_scheduler_type})",
+        f"learning rate {_rate(config)} ({config.optim.lr_scheduler_type})",
         f"{config.optim.name}, seed {config.seed}",
     ]
     return ", ".join(parts)

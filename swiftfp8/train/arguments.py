@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainingArguments
 
 from swiftfp8.config.schema import Config
 from swiftfp8.plan import Plan
+from swiftfp8.tuning import pick_learning_rate
+
+OWN_OPTIMIZERS = ("lion", "muon")
 
 
 def training_arguments(
@@ -22,7 +26,12 @@ def training_arguments(
     `autocast` leaves BF16 to accelerate as well.
     """
     optim = config.optim
-    minimum = {"min_lr_rate": optim.min_lr_ratio}
+    shape: dict[str, Any] = {}
+    if optim.lr_scheduler_type == "cosine_with_min_lr":
+        shape = {"min_lr_rate": optim.min_lr_ratio}
+    elif optim.lr_scheduler_type == "warmup_stable_decay":
+        decay = math.ceil(optim.decay_ratio * total_steps)
+        shape = {"num_decay_steps": decay, "min_lr_ratio": optim.min_lr_ratio}
     arguments = TrainingArguments(
         output_dir=str(run_dir),
         run_name=run_dir.name,
@@ -32,14 +41,16 @@ def training_arguments(
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         max_steps=total_steps,
         num_train_epochs=config.num_train_epochs,
-        optim=optim.name,
-        learning_rate=config.learning_rate,
+        # Optimizers that transformers has not are made by FP8Trainer.create_optimizer.
+        optim=optim.name if optim.name not in OWN_OPTIMIZERS else "adamw_torch",
+        learning_rate=pick_learning_rate(config, fp8=plan.recipe is not None),
+        neftune_noise_alpha=config.neftune_noise_alpha or None,
         weight_decay=config.weight_decay,
         adam_beta1=optim.adam_beta1,
         adam_beta2=optim.adam_beta2,
         adam_epsilon=optim.adam_epsilon,
         lr_scheduler_type=optim.lr_scheduler_type,
-        lr_scheduler_kwargs=minimum if optim.lr_scheduler_type == "cosine_with_min_lr" else {},
+        lr_scheduler_kwargs=shape,
         # A whole number: a share of 1.0 would be read as one step.
         warmup_steps=math.ceil(config.warmup_ratio * total_steps),
         # Infinity measures the norm without clipping.

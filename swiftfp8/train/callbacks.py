@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,43 @@ class Cadence(TrainerCallback):
         control.should_save = self._saves and (last or stop or due_save)
         control.should_evaluate = self._evaluates and not stop and (last or due_eval)
         control.should_training_stop = last or stop
+        return control
+
+
+class EarlyStop(TrainerCallback):
+    """Ends the run after `patience` evaluations without a lower loss; 0 never does.
+
+    `losses` are those of the log, oldest first, so that a resumed run counts on.
+    """
+
+    def __init__(
+        self,
+        patience: int,
+        *,
+        losses: Callable[[], list[float | None]],
+        note: Callable[[str], None],
+        saves: bool = True,
+    ) -> None:
+        self._patience = patience
+        self._losses = losses
+        self._note = note
+        self._saves = saves
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        """Look back; a loss that is no number counts as no lower one."""
+        if not self._patience or state.global_step >= state.max_steps:
+            return control
+        losses = [math.inf if loss is None else loss for loss in self._losses()]
+        since = len(losses) - 1 - losses.index(min(losses))
+        if since >= self._patience:
+            self._note(
+                f"stopped early at step {state.global_step}: no lower evaluation loss than "
+                f"{min(losses):.4f} in {since} evaluations (train.early_stopping_patience)"
+            )
+            control.should_training_stop = True
+            control.should_save = self._saves
         return control
 
 

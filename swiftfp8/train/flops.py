@@ -53,7 +53,7 @@ def flops_per_token(plan: Plan) -> float:
         total += (6 if layer.trainable else 4) * size
         if layer.lora and plan.lora is not None:
             features = layer.in_features + layer.out_features
-            total += 6 * plan.lora.rank * features * layer.count
+            total += 6 * (layer.lora_rank or plan.lora.rank) * features * layer.count
     return total
 
 

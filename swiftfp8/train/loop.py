@@ -26,6 +26,7 @@ from swiftfp8.train.guard import find_fault
 from swiftfp8.train.masters import MasterAdamW, drop_masters
 from swiftfp8.train.metrics import Meter, Progress, RunLog
 from swiftfp8.train.objectives import Objective, Sums, finish, merge
+from swiftfp8.train.optimizers import Lion, MuonAdamW, parameter_groups
 from swiftfp8.train.progress import Display
 from swiftfp8.train.run_dir import resume_command
 from swiftfp8.train.signals import StopRequest, ignore_interrupts
@@ -297,10 +298,28 @@ class FP8Trainer(transformers.Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """transformers' choice and groups, but on FP32 masters where the plan says so."""
-        if self.session.plan.master_weights and self.optimizer is None:
-            _, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            options["state_dtype"] = self.session.plan.state_dtype
-            self.optimizer_cls_and_kwargs = (MasterAdamW, options)
+        plan, optim = self.session.plan, self.session.config.optim
+        plus = plan.lora.plus_ratio if plan.lora else 1.0
+        if self.optimizer is not None:
+            return super().create_optimizer(*args, **kwargs)
+        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        if plan.master_weights:
+            kind, options = MasterAdamW, {**options, "state_dtype": plan.state_dtype}
+        elif optim.name == "lion":
+            kind, options = Lion, {"betas": options["betas"], "lr": options["lr"]}
+        elif optim.name == "muon":
+            kind = MuonAdamW
+            options = {key: options[key] for key in ("lr", "betas", "eps")}
+        if plus != 1.0 or optim.name == "muon":
+            options["params"] = parameter_groups(
+                self.model,
+                set(self.get_decay_parameter_names(self.model)),
+                weight_decay=self.args.weight_decay,
+                rate=self.args.learning_rate,
+                plus=plus,
+                muon=optim.name == "muon",
+            )
+        self.optimizer_cls_and_kwargs = (kind, options)
         return super().create_optimizer(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

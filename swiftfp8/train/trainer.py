@@ -23,7 +23,7 @@ from swiftfp8.report.images import draw_images
 from swiftfp8.tasks import uses_reference
 from swiftfp8.train import checkpoint as store
 from swiftfp8.train.arguments import count_steps, training_arguments
-from swiftfp8.train.callbacks import Cadence, PrecisionWatch
+from swiftfp8.train.callbacks import Cadence, EarlyStop, PrecisionWatch
 from swiftfp8.train.changes import changes, changes_training, describe_job
 from swiftfp8.train.coverage import record_coverage
 from swiftfp8.train.flops import flops_per_token, peak_flops
@@ -114,7 +114,7 @@ def run_training(
         raise SwiftFP8Error(
             "the training data set is empty", where="dataset", fix="give it at least one row"
         )
-    mark = fingerprint(plan, model)
+    mark = fingerprint(plan, model, config.optim.name)
     job = describe_job(config, plan)
     start = _StartPoint.find(resume_from, run_dir, mark, job)
     total = count_steps(len(datasets.train), config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -281,6 +281,14 @@ def _train(
                 evaluates=datasets.eval is not None and len(datasets.eval) > 0,
                 begin=partial(session.meter.begin, start.progress),
                 stop_requested=lambda: session.stop.requested,
+                saves=saves,
+            ),
+            EarlyStop(
+                config.train.early_stopping_patience,
+                losses=lambda: [
+                    x["eval_loss"] for x in read_log(session.run_dir) if "eval_loss" in x
+                ],
+                note=session.display.note,
                 saves=saves,
             ),
             PrecisionWatch(

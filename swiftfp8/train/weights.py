@@ -21,9 +21,10 @@ from transformers.utils import logging
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.models.checkpoint import read_config_json
 from swiftfp8.models.identity import digest_model
-from swiftfp8.plan import Plan
+from swiftfp8.plan import LoraPlan, Plan
 from swiftfp8.tasks import TASK_FILE, TASKS
 from swiftfp8.train.checkpoint import read_manifest
+from swiftfp8.tuning import ADAMW
 
 StateDict = dict[str, torch.Tensor]
 
@@ -77,8 +78,8 @@ def is_peft(model: Any) -> bool:
     return isinstance(model, PeftModel)
 
 
-def fingerprint(plan: Plan, model: Any) -> dict[str, Any]:
-    """What must be equal for a checkpoint to be resumed: the base model and what is trained."""
+def fingerprint(plan: Plan, model: Any, optimizer: str = "adamw_torch") -> dict[str, Any]:
+    """What must be equal for a checkpoint to be resumed: the base model and what is trained how."""
     config = model.config.get_text_config() if hasattr(model, "config") else None
     lora = plan.lora
     base = getattr(getattr(model, "config", None), "name_or_path", "")
@@ -96,7 +97,18 @@ def fingerprint(plan: Plan, model: Any) -> dict[str, Any]:
         "lora_alpha": lora.alpha if lora else None,
         "use_rslora": lora.use_rslora if lora else None,
         "target_modules": sorted(lora.targets) if lora else None,
+        # None as they are usually, so that checkpoints of old fit.
+        "rank_pattern": dict(lora.rank_pattern) or None if lora else None,
+        "alpha_pattern": dict(lora.alpha_pattern) or None if lora else None,
+        "modules_to_save": _saved(lora),
+        "lora_plus": True if lora and lora.plus_ratio != 1.0 else None,
+        "optimizer": optimizer if optimizer not in ADAMW else None,
     }
+
+
+def _saved(lora: LoraPlan | None) -> list[str] | None:
+    """What is trained whole beside LoRA."""
+    return sorted(lora.modules_to_save) or None if lora else None
 
 
 def check_fingerprint(checkpoint: Path, now: Mapping[str, Any]) -> None:

@@ -1,0 +1,202 @@
+"""What is trained with which step: LoRA's shapes by pattern, the optimizer, the learning rate.
+
+Patterns follow PEFT's rule, since PEFT reads them from the saved adapter: a regular expression
+that fits the end of a module's name, at a dot; the first that fits counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.models.meta import ModelMeta
+
+if TYPE_CHECKING:
+    from swiftfp8.config.schema import Config
+
+LORA_RATE, FULL_RATE = 1e-4, 1e-5
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+PATTERNS = ("rank_pattern", "alpha_pattern")
+_MUON_SINCE = (2, 9)
+
+
+def pattern_value(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that fits the end of the module's name, or `default`."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def pick_learning_rate(config: Config, *, fp8: bool) -> float:
+    """`learning_rate`, or what `auto` means for the tuner, scaled where FP8 runs."""
+    if config.learning_rate is not None:
+        return config.learning_rate
+    base = LORA_RATE if config.tuner == "lora" else FULL_RATE
+    return base * (config.optim.fp8_lr_scale if fp8 else 1.0)
+
+
+def tuning_notes(config: Config, *, fp8: bool, trains_bf16: bool) -> list[str]:
+    """What `auto` became, and what an optimizer other than AdamW does without."""
+    notes = []
+    if config.learning_rate is None:
+        scale = f", times optim.fp8_lr_scale={config.optim.fp8_lr_scale:g} under FP8" if fp8 else ""
+        rate = pick_learning_rate(config, fp8=fp8)
+        notes.append(f"learning_rate=auto took {rate:g}: tuner={config.tuner}{scale}")
+    if trains_bf16 and config.optim.master_weights and config.optim.name not in ADAMW:
+        notes.append(
+            f"optim.name={config.optim.name} steps BF16 weights without FP32 masters, which are "
+            "AdamW's: updates below half a BF16 step are lost; LoRA's adapters are FP32 anyway"
+        )
+    if config.optim.name == "muon":
+        rest = "everything else" if config.tuner == "full" else "what is no matrix"
+        notes.append(f"optim.name=muon steps matrices of layers; AdamW steps {rest}")
+    return notes
+
+
+def tuning_problems(
+    config: Config, targets: set[str], saved: set[str], meta: ModelMeta, device: str
+) -> list[SwiftFP8Error]:
+    """What contradicts itself among the options of tuner and optimizer."""
+    problems = [*_optimizer_problems(config, device), *_stopping_problems(config)]
+    if config.neftune_noise_alpha and config.task == "dpo":
+        problems.append(
+            SwiftFP8Error(
+                "noise on embeddings would also reach the reference that preferences are held to",
+                where="neftune_noise_alpha",
+                fix="leave it out, or set task=sft",
+            )
+        )
+    if config.tuner != "lora":
+        return problems + _needless(config)
+    if config.init_lora == "pissa":
+        problems.append(
+            SwiftFP8Error(
+                "PiSSA takes the largest singular values out of the base weights: the adapter then "
+                "fits no base that exists on disk, so it could be neither merged nor exported, and "
+                "a base in FP8 would round what is left of it",
+                where="init_lora=pissa",
+                fix="set init_lora=default or gaussian",
+            )
+        )
+    for key in PATTERNS:
+        problems += _pattern_problems(key, getattr(config, key), targets)
+    for name in sorted(targets & saved):
+        problems.append(
+            SwiftFP8Error(
+                f"{name} can't both have LoRA and be trained whole",
+                where="modules_to_save",
+                fix="take it out of modules_to_save or out of target_modules",
+            )
+        )
+    return problems
+
+
+def saved_modules(names: Sequence[str], meta: ModelMeta) -> tuple[set[str], list[SwiftFP8Error]]:
+    """Full names of the linears that `modules_to_save` trains whole, beside LoRA."""
+    saved: set[str] = set()
+    problems = []
+    for wanted in names:
+        found = [m for m in meta.linears if m.name == wanted or m.name.endswith(f".{wanted}")]
+        fix = "name linears, such as lm_head; tuner=full trains every weight"
+        if not found:
+            why = "is no linear of this model (embeddings and norms can't be trained beside LoRA)"
+        elif any(m.kind == "experts" for m in found):
+            why = "is the 3-D parameter of all experts, no module"
+        elif meta.tied_head and any(m.kind == "head" for m in found):
+            why = "shares its weight with the embedding, which would be left behind"
+        else:
+            saved |= {m.name for m in found}
+            continue
+        what = f"modules_to_save: '{wanted}' {why}"
+        problems.append(SwiftFP8Error(what, where="modules_to_save", fix=fix))
+    return saved, problems
+
+
+def mixed_layers(config: Config, targets: set[str], meta: ModelMeta) -> set[int]:
+    """Decoder layers in which linears that read one input differ in rank or alpha."""
+    groups = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    shapes: dict[tuple[int, int], set[tuple[int, float]]] = {}
+    for linear in meta.linears:
+        last = linear.name.rpartition(".")[2]
+        place = next((i for i, group in enumerate(groups) if last in group), None)
+        if linear.layer is None or place is None or linear.name not in targets:
+            continue
+        shapes.setdefault((linear.layer, place), set()).add(lora_shape(config, linear.name))
+    return {layer for (layer, _), found in shapes.items() if len(found) > 1}
+
+
+def lora_shape(config: Config, name: str) -> tuple[int, float]:
+    """Rank and alpha of the linear of that name."""
+    rank = pattern_value(config.rank_pattern, name, config.lora_rank)
+    return int(rank), float(pattern_value(config.alpha_pattern, name, config.lora_alpha))
+
+
+def _pattern_problems(
+    key: str, patterns: Mapping[str, Any], targets: set[str]
+) -> list[SwiftFP8Error]:
+    problems = []
+    for pattern in patterns:
+        try:
+            fits = any(pattern_value({pattern: True}, name, False) for name in targets)
+            what = None if fits else f"{key}: '{pattern}' fits no linear that has LoRA"
+        except re.error as error:
+            what = f"{key}: '{pattern}' is no regular expression: {error}"
+        if what is not None:
+            ends = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
+            fix = f"give the end of a name, such as q_proj or layers.0.self_attn.q_proj ({ends})"
+            problems.append(SwiftFP8Error(what, where=key, fix=fix))
+    return problems
+
+
+def _needless(config: Config) -> list[SwiftFP8Error]:
+    """LoRA's options where there is no LoRA."""
+    given = {
+        "rank_pattern": bool(config.rank_pattern),
+        "alpha_pattern": bool(config.alpha_pattern),
+        "modules_to_save": bool(config.modules_to_save),
+        "init_lora": config.init_lora != "default",
+        "lora_plus_ratio": config.lora_plus_ratio != 1.0,
+    }
+    return [
+        SwiftFP8Error(f"{key} is for LoRA", where=f"tuner={config.tuner}", fix="set tuner=lora")
+        for key, there in given.items()
+        if there
+    ]
+
+
+def _optimizer_problems(config: Config, device: str) -> list[SwiftFP8Error]:
+    name = config.optim.name
+    where = f"optim.name={name}"
+    if name == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        what = "8-bit AdamW is bitsandbytes', which is not installed"
+        return [SwiftFP8Error(what, where=where, fix="pip install bitsandbytes")]
+    if name == "adamw_8bit" and device != "cuda":
+        what, fix = "8-bit AdamW needs a GPU", "set optim.name=adamw_torch"
+        return [SwiftFP8Error(what, where=where, fix=fix)]
+    if name == "muon":
+        version = metadata.version("torch")
+        if tuple(int(part) for part in version.split(".")[:2]) < _MUON_SINCE:
+            what = f"torch {version} has no Muon, which came with 2.9"
+            return [SwiftFP8Error(what, where=where, fix="pip install -U torch")]
+    return []
+
+
+def _stopping_problems(config: Config) -> list[SwiftFP8Error]:
+    if not config.train.early_stopping_patience:
+        return []
+    evaluates = bool(config.val_dataset) or config.split_dataset_ratio > 0
+    if evaluates and config.train.eval_steps:
+        return []
+    return [
+        SwiftFP8Error(
+            "early stopping goes by evaluations, and "
+            + ("there are only those at the end" if evaluates else "there are no rows for any"),
+            where="train.early_stopping_patience",
+            fix="set train.eval_steps" if evaluates else "set val_dataset or split_dataset_ratio",
+        )
+    ]

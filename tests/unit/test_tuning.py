@@ -1,0 +1,122 @@
+"""What the plan says of LoRA's options, optimizers and learning rates."""
+
+from __future__ import annotations
+
+import pytest
+from plan_kit import plan_for, qwen_7b, qwen_half_b
+
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.fusion import MIXED_LORA
+
+LAYERS = qwen_half_b().num_layers
+
+
+def refusal(**options) -> str:
+    with pytest.raises(SwiftFP8Error) as caught:
+        plan_for("h200", **options)
+    return str(caught.value)
+
+
+def test_ranks_by_pattern_reach_the_plan_and_the_memory_estimate():
+    pattern = {r"layers\.0\.mlp\.down_proj": 64, "v_proj": 16}
+    plan = plan_for("h200", rank_pattern=pattern)
+    ranks = {layer.name.removeprefix("model."): layer.lora_rank for layer in plan.layers}
+    assert ranks["layers.0.mlp.down_proj"] == 64
+    assert ranks["layers.1.mlp.down_proj"] is None
+    assert ranks["layers.3.self_attn.v_proj"] == 16
+    assert plan.memory.adapters > plan_for("h200").memory.adapters
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [
+        ({"rank_pattern": {"down_proj": 64}}, LAYERS),  # alone on its input
+        ({"rank_pattern": {r"layers\.0\.self_attn\.q_proj": 16}}, LAYERS - 1),
+        ({"alpha_pattern": {"up_proj": 1.0}}, 0),
+        ({"rank_pattern": {"q_proj|k_proj|v_proj": 16}}, LAYERS),
+    ],
+)
+def test_layers_whose_adapters_cannot_be_joined_run_linear_by_linear(options, fused):
+    plan = plan_for("h200", precision={"backend": "torch"}, **options)
+    assert plan.fusion.layers == fused
+    assert plan.fusion.reason == (None if fused == LAYERS else MIXED_LORA)
+
+
+def test_a_head_that_is_saved_is_trained_whole_in_high_precision():
+    plan = plan_for("h200", qwen_7b(), modules_to_save=["lm_head"])
+    head = next(layer for layer in plan.layers if layer.name == "lm_head")
+    assert (head.precision, head.trainable, head.lora) == ("bf16", True, False)
+    assert plan.lora.modules_to_save == ("lm_head",)
+    assert not plan.loss.fused
+    size = head.in_features * head.out_features * 4 / 2**30
+    more = plan.memory.optimizer - plan_for("h200", qwen_7b()).memory.optimizer
+    assert more == pytest.approx(2 * size)
+    one = "model.layers.0.mlp.down_proj"
+    layers = {x.name: x for x in plan_for("h200", modules_to_save=[one]).layers}
+    assert "modules_to_save" in layers[one].reason and not layers[one].lora
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rank_pattern": {"qproj": 4}}, "fits no linear that has LoRA"),
+        ({"alpha_pattern": {"(": 4}}, "no regular expression"),
+        ({"init_lora": "pissa"}, "neither merged nor exported"),
+        ({"modules_to_save": ["lm_head"]}, "shares its weight with the embedding"),
+        ({"modules_to_save": ["embed_tokens"]}, "no linear of this model"),
+        (
+            {"modules_to_save": ["q_proj"], "target_modules": ["q_proj"]},
+            "can't both have LoRA and be trained whole",
+        ),
+        ({"tuner": "full", "lora_plus_ratio": 16}, "lora_plus_ratio is for LoRA"),
+        ({"train": {"early_stopping_patience": 2}}, "no rows for any"),
+        (
+            {"train": {"early_stopping_patience": 2, "eval_steps": 0}, "split_dataset_ratio": 0.1},
+            "only those at the end",
+        ),
+        ({"task": "dpo", "neftune_noise_alpha": 5}, "reach the reference"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(options, said):
+    assert said in refusal(**options)
+
+
+def test_eight_bit_adamw_without_its_library_is_refused_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setattr("swiftfp8.tuning.find_spec", lambda name: None)
+    assert "pip install bitsandbytes" in refusal(optim={"name": "adamw_8bit"})
+    monkeypatch.setattr("swiftfp8.tuning.find_spec", lambda name: object())
+    plan_for("h200", optim={"name": "adamw_8bit"})
+    with pytest.raises(SwiftFP8Error, match="needs a GPU"):
+        plan_for("cpu", optim={"name": "adamw_8bit"})
+
+
+def test_muon_needs_a_torch_that_has_it(monkeypatch):
+    monkeypatch.setattr("swiftfp8.tuning.metadata.version", lambda name: "2.8.1+cu128")
+    assert "torch 2.8.1+cu128 has no Muon" in refusal(optim={"name": "muon"})
+
+
+@pytest.mark.parametrize(
+    ("options", "rate"),
+    [
+        ({}, "8e-05: tuner=lora, times optim.fp8_lr_scale=0.8 under FP8"),
+        ({"dtype": "bf16"}, "0.0001: tuner=lora"),
+        ({"tuner": "full", "optim": {"fp8_lr_scale": 1.0}}, "1e-05: tuner=full, times"),
+    ],
+)
+def test_an_automatic_learning_rate_is_said(options, rate):
+    notes = plan_for("h200", learning_rate="auto", **options).notes
+    assert any(note.startswith(f"learning_rate=auto took {rate}") for note in notes)
+
+
+def test_the_memory_estimate_follows_the_optimizer():
+    def states(name: str) -> float:
+        plan = plan_for("h200", qwen_7b(), tuner="full", optim={"name": name})
+        if name != "adamw_torch":
+            assert not plan.master_weights
+            assert any("without FP32 masters" in note for note in plan.notes)
+        return plan.memory.optimizer
+
+    weights = 2 * qwen_7b().total_params / 2**30
+    assert states("lion") == pytest.approx(weights)
+    assert states("adamw_torch") == pytest.approx(5 * weights)  # with masters
+    assert states("adafactor") == 0
