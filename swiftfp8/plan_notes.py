@@ -11,6 +11,7 @@ from swiftfp8.ladder import Granted
 from swiftfp8.memory import MemoryEstimate
 from swiftfp8.models.meta import ModelMeta
 from swiftfp8.plan_types import FP8_RECIPES, LayerPlan
+from swiftfp8.tuning import ADAMW
 
 if TYPE_CHECKING:
     from swiftfp8.config.schema import Config
@@ -68,6 +69,7 @@ def general_notes(
             "usual learning rate, are lost (optim.master_weights=false)"
         )
     masters = trains_bf16(config, granted) and config.optim.master_weights
+    masters = masters and config.optim.name in ADAMW
     if config.optim.state_dtype != "fp32" and not masters:
         notes.append(
             f"optim.state_dtype={config.optim.state_dtype} has no effect: it is for BF16 weights "
