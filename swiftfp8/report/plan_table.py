@@ -191,7 +191,7 @@ def _layers_table(plan: Plan) -> Group:
     for name, group in group_layers(plan.layers):
         layer = group[0]
         in_fp8 = layer.precision in FP8_RECIPES
-        adapted = f"r={plan.lora.rank}" if plan.lora and layer.lora else ""
+        adapted = f"r={layer.lora_rank or plan.lora.rank}" if plan.lora and layer.lora else ""
         table.add_row(
             Text(name),
             str(sum(member.count for member in group)),
