@@ -48,6 +48,8 @@ _OURS = ("PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 NO_KERNEL = {
     "Unsupported FP8 MoE backend": "vLLM has no CPU kernel for FP8 experts",
     "static_scaled_fp8_quant() expected": "vLLM has no CPU kernel for one scale per weight",
+    "narrow() cannot be applied": "vLLM has no CPU kernel for static activation scales beside "
+    "weight scales per channel",
     "no attribute 'silu_and_mul_quant'": "vLLM has no CPU kernel for static activation scales",
 }
 

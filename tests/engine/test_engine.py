@@ -171,3 +171,24 @@ def engine() -> Engine:
     found = find_engine(python)
     assert isinstance(found, Engine)
     return found
+
+
+@pytest.mark.parametrize("option", ["activation_scheme", "kv_cache"])
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_vllm_reads_measured_scales(root: Path, model: str, option: str) -> None:
+    """Static scales of activations and of the cache: loaded, and as near as without them."""
+    base = exported(root, model, "bf16").base
+    changes = {"activation_scheme": "static"} if option == "activation_scheme" else {option: "fp8"}
+    settings = ExportConfig(format="compressed_tensors", calibration_tokens=256, **changes)
+    context = ExportContext(calibration_rows=calibration_rows)
+    directory = root / f"{model}-{option}"
+    export_checkpoint(base, None, directory, settings, context)
+    ids, expected = reference(root, model, "compressed_tensors")
+    try:
+        found = run_engine(engine(), directory, ids, expected.tolist(), expected.tolist())
+    except EngineError as error:
+        if str(error) in NO_KERNEL.values():
+            pytest.skip(f"{error} (it loaded the weights, and could not run them)")
+        raise
+    print(f"{model} {option}: mean |dlogp| {found.mean_difference:.4f}")
+    assert found.mean_difference <= limit_for("compressed_tensors")

@@ -143,6 +143,23 @@ def test_a_weight_whose_scale_is_in_the_next_file_is_made_again(tmp_path: Path) 
     assert contents(tmp_path / "export") == contents(tmp_path / "whole")
 
 
+def test_one_that_stopped_while_it_was_checked_writes_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object, **keywords: object) -> None:
+        raise KeyboardInterrupt
+
+    base = save_model(tmp_path / "base", "llama")
+    whole = export_checkpoint(base, None, tmp_path / "whole", SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr("swiftfp8.export.export.verify_directory", stop)
+        with pytest.raises(KeyboardInterrupt):
+            export_checkpoint(base, None, tmp_path / "export", replace(SMALL, resume=True))
+    resumed = export_checkpoint(base, None, tmp_path / "export", replace(SMALL, resume=True))
+    assert resumed.reused == whole.shards and resumed.layers == whole.layers
+    assert contents(tmp_path / "export") == contents(tmp_path / "whole")
+
+
 def test_other_options_or_files_are_refused_by_name(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", "llama")
     target = tmp_path / "export"
