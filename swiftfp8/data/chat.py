@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -81,17 +80,11 @@ def tokenize_rows(
     with ThreadPoolExecutor(1) as worker:
         for start in range(0, len(examples), _BATCH):
             rendered = encoder.render(examples[start : start + _BATCH])
-            if all(future.done() for _, future in waiting) or encoder.words is None:
-                waiting.append((rendered, worker.submit(encoder.encode, rendered)))
-            else:  # two at a time: the tokenizer's core there, remembered words here
-                here: Future[_Encoded] = Future()
-                here.set_result(encoder.encode(rendered, encoder.words))
-                waiting.append((rendered, here))
-            while waiting[0][1].done() or len(waiting) > _AHEAD:
+            known = encoder.look_up(rendered)
+            waiting.append((rendered, worker.submit(encoder.encode, rendered, known)))
+            while waiting and (waiting[0][1].done() or len(waiting) > _AHEAD):
                 done, future = waiting.popleft()
                 yield encoder.finish(done, future.result())
-                if not waiting:
-                    break
         for done, future in waiting:
             yield encoder.finish(done, future.result())
 
@@ -108,7 +101,7 @@ def encode_each(
         rendered = [encoder.render([example]) for example in examples[start : start + _BATCH]]
         chats = [chat for one in rendered for chat in one.chats]
         batch = _Rendered(examples=len(rendered), texts=[], chats=chats, bad=[])
-        made = iter(encoder.pairs(batch, encoder.encode(batch)))
+        made = iter(encoder.pairs(batch, encoder.encode(batch, _Encoded.nothing(batch))))
         yield [one.bad[0] if one.bad else next(made) for one in rendered]
 
 
@@ -124,10 +117,18 @@ class _Rendered:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """Ids of a batch's plain texts; of its conversations `tokenizers.Encoding` or `Words`."""
+    """Ids of a batch's plain texts; of its conversations `tokenizers.Encoding` or `Words`.
 
-    texts: list[list[int]]
+    None stands for what the tokenizer's core has yet to do.
+    """
+
+    texts: list[Any]
     chats: list[Any]
+
+    @classmethod
+    def nothing(cls, batch: _Rendered) -> _Encoded:
+        """All is left to the core."""
+        return cls(texts=[None] * len(batch.texts), chats=[None] * len(batch.chats))
 
 
 class _Encoder:
@@ -141,14 +142,10 @@ class _Encoder:
         if self.core is not None:
             self.core.no_truncation()  # now: two threads will read it
             self.core.no_padding()
+        self.words = WordEncoder.of(self.core) if self.core is not None else None
         self._template: ChatTemplate | None = None
         self._finder: SpanFinder | None = None
         self.seen = 0
-
-    @cached_property
-    def words(self) -> WordEncoder | None:
-        """Made when first needed: reading a large vocabulary takes a second."""
-        return WordEncoder.of(self.core) if self.core is not None else None
 
     def render(self, examples: Sequence[Example]) -> _Rendered:
         """Texts of a batch; rows that the template refuses are among the bad."""
@@ -169,16 +166,37 @@ class _Encoder:
             chats.append((rendered, spans, example.where))
         return _Rendered(examples=len(examples), texts=texts, chats=chats, bad=bad)
 
-    def encode(self, batch: _Rendered, words: WordEncoder | None = None) -> _Encoded:
-        """Tokens of a batch, the same with `words` and without. Runs beside `render`."""
-        texts = self._encode(batch.texts, plain=True) if batch.texts else []
-        found = [words.encode(text) if words else None for text, _, _ in batch.chats]
-        left = [k for k, known in enumerate(found) if known is None]
-        if left:
-            encoded = self._encode([batch.chats[k][0] for k in left])
-            for k, encoding in zip(left, encoded, strict=True):
-                found[k] = encoding
-        return _Encoded(texts=texts, chats=found)
+    def look_up(self, batch: _Rendered) -> _Encoded:
+        """Tokens of what can be done by remembered words."""
+        if self.words is None:
+            return _Encoded.nothing(batch)
+        around = self.words.around
+        texts: list[Any] = [None] * len(batch.texts)
+        if around is not None:
+            before, after = around
+            for k, known in enumerate(self.words.encode_batch(batch.texts)):
+                if known is not None:
+                    texts[k] = np.concatenate([before, known.ids, after]).astype(np.int32)
+        return _Encoded(
+            texts=texts, chats=self.words.encode_batch([text for text, _, _ in batch.chats])
+        )
+
+    def encode(self, batch: _Rendered, known: _Encoded) -> _Encoded:
+        """The tokens that are not known yet, by the tokenizer's core. Runs beside `render`."""
+        return _Encoded(
+            texts=self._fill(batch.texts, known.texts, plain=True),
+            chats=self._fill([text for text, _, _ in batch.chats], known.chats),
+        )
+
+    def _fill(self, texts: Sequence[str], known: list[Any], *, plain: bool = False) -> list[Any]:
+        left = [k for k, found in enumerate(known) if found is None]
+        if not left:
+            return known
+        filled = [*known]
+        encoded = self._encode([texts[k] for k in left], plain=plain)
+        for k, encoding in zip(left, encoded, strict=True):
+            filled[k] = encoding
+        return filled
 
     def finish(self, batch: _Rendered, encoded: _Encoded) -> Tokenized:
         """Masks, and rows of the right length."""
@@ -190,15 +208,21 @@ class _Encoder:
         """Ids and labels: the batch's texts, then its conversations."""
         pairs = [self._whole(ids) for ids in encoded.texts]
         for (text, spans, where), chars in zip(batch.chats, encoded.chats, strict=True):
-            if isinstance(chars, Words) and any(chars.token_range(span) is None for span in spans):
-                (chars,) = self._encode([text])  # a turn begins or ends within a word
-            pairs.append(self._mask(_View(ids=chars.ids, chars=chars, text=text), spans, where))
+            if isinstance(chars, Words):
+                ranges = chars.token_ranges(spans)
+                if ranges is None:  # a turn begins or ends within a word
+                    (chars,) = self._encode([text])
+            view = _View(ids=chars.ids, chars=chars, text=text)
+            if not isinstance(chars, Words):
+                ranges = [view.token_range(span) for span in spans]
+            pairs.append(self._mask(view, spans, ranges, where))
         return pairs
 
-    def _whole(self, ids: list[int]) -> Pair:
+    def _whole(self, ids: Sequence[int] | np.ndarray) -> Pair:
         eos = self.tokenizer.eos_token_id
-        closed = ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
-        row = np.asarray(closed, dtype=np.int32)
+        row = np.asarray(ids, dtype=np.int32)
+        if eos is not None and (not len(row) or row[-1] != eos):
+            row = np.append(row, np.int32(eos))
         return row, row.copy()
 
     def _spans(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
@@ -212,14 +236,14 @@ class _Encoder:
         rendered = self._template.render(messages, tools)
         return rendered, self._finder.find(messages, rendered, tools)
 
-    def _mask(self, view: _View, spans: list[Span], where: str) -> Pair:
+    def _mask(self, view: _View, spans: list[Span], ranges: list[Span], where: str) -> Pair:
         """Ids up to the end of the last turn (templates may go on), and their labels."""
         row = np.asarray(view.ids, dtype=np.int32)
         labels = np.full(len(row), MASKED, dtype=np.int32)
         stop = 0
-        for span in spans:
-            first, last = view.token_range(span)
-            self._check(view, span, first, last, where)
+        for span, (first, last) in zip(spans, ranges, strict=True):
+            if self.seen < _CHECKED or not isinstance(view.chars, Words):  # words end where it does
+                self._check(view, span, first, last, where)
             closed = view.ids[last - 1] in self.special  # `{% generation %}` may hold the end
             stop = last if closed else self._end_of_turn(view, span[1], last)
             labels[first:stop] = row[first:stop]
@@ -249,7 +273,9 @@ class _Encoder:
         if got == wanted and self.seen < _CHECKED:
             self.seen += 1
             decoded = self.tokenizer.decode(
-                view.ids[first:last], skip_special_tokens=False, clean_up_tokenization_spaces=False
+                list(map(int, view.ids[first:last])),
+                skip_special_tokens=False,
+                clean_up_tokenization_spaces=False,
             )
             got = wanted if _same(decoded, wanted) else decoded
         if got != wanted:
@@ -280,15 +306,16 @@ class _Encoder:
             )
         if core is None:
             return self.tokenizer(texts, verbose=False)["input_ids"]
-        encodings = core.encode_batch(texts, add_special_tokens=plain)
-        return [encoding.ids for encoding in encodings] if plain else encodings
+        if plain:  # without offsets it is faster
+            return [made.ids for made in core.encode_batch_fast(texts, add_special_tokens=True)]
+        return core.encode_batch(texts, add_special_tokens=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
     """A tokenized text: its ids, its characters' tokens (an `Encoding` or `Words`), itself."""
 
-    ids: list[int]
+    ids: Sequence[int] | np.ndarray
     chars: Any
     text: str
 
@@ -297,10 +324,6 @@ class _View:
 
         A tokenizer that trims offsets gives blanks no token, so the search moves inwards.
         """
-        if isinstance(self.chars, Words):
-            found = self.chars.token_range(span)
-            assert found is not None
-            return found
         start, end = span
         to_token = self.chars.char_to_token
         first = next((t for at in range(start, end) if (t := to_token(at)) is not None), None)
