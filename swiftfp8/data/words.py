@@ -1,8 +1,8 @@
 """Byte-level BPE by remembered words: what a tokenizer's core gives, several times as fast.
 
 Most current tokenizers (Llama 3, Qwen, DeepSeek, GPT's kind) cut a text with regular expressions
-into words, none of which affects another's tokens. Texts repeat words, so a word's tokens are computed
-once, by the core itself, and then looked up; the cutting is done by `regex`.
+into words, none of which affects another's tokens. Texts repeat words, so a word's tokens are
+computed once, by the core itself, and then looked up; `cutting.py` does the cutting.
 
 The two regex engines need not agree on every character there is. Texts with characters outside a
 set of common scripts on which they do (tests compare them all), with text that is not in NFC, and
@@ -167,7 +167,7 @@ class _Memory:
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """`starts[0], starts[0] + 1, ...`, as many as `sizes[0]`, then those of the next."""
     begins = np.cumsum(sizes) - sizes
-    return np.arange(sizes.sum()) + np.repeat(starts - begins, sizes)
+    return np.repeat(starts - begins, sizes) + np.arange(sizes.sum(), dtype=np.int64)
 
 
 def _around(core: Any) -> tuple[list[int], list[int]] | None:
@@ -216,7 +216,8 @@ def _pattern(cut: dict[str, Any]) -> str | None:
 
 def _described(part: Any) -> dict[str, Any]:
     """A part of the core as tokenizer.json has it; the whole file would hold the vocabulary too."""
-    return {} if part is None else json.loads(part.__getstate__())
+    state: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
+    return state
 
 
 def _from_zero(sizes: np.ndarray) -> np.ndarray:
