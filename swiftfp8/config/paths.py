@@ -6,6 +6,7 @@ editable install or a plain checkout has them beside it.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import yaml
@@ -31,6 +32,12 @@ def recipes_dir() -> Path:
 def assets_dir() -> Path:
     """Files that code reads as they are: the embedded model, tokenizer and rows."""
     return _PACKAGE / "assets"
+
+
+def cache_dir() -> Path:
+    """The folder of everything that swiftfp8 keeps between runs."""
+    named = os.environ.get("SWIFTFP8_CACHE")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "swiftfp8"
 
 
 def find_chat_template(template: str, *, where: str | None = "template") -> Path:

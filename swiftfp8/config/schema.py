@@ -167,6 +167,9 @@ class DataConfig:
     """Rename columns before detection: `{question: instruction, answer: output}`."""
     truncation: Literal["right", "delete"] = "right"
     """Rows over `max_length`: cut the end, or drop the row."""
+    cache: bool = False
+    """Keep token rows in `~/.cache/swiftfp8/tokens` and take them from there where neither files,
+    tokenizer nor an option that changes tokens has changed."""
     shuffle: bool = True
     """Shuffle training rows each epoch, by `seed`."""
     num_workers: NonNegative = 0

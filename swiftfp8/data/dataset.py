@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from swiftfp8.data.cache import KeptPart, token_cache
 from swiftfp8.data.chat import TokenizeSettings, tokenize_rows
 from swiftfp8.data.files import BadPlace
 from swiftfp8.data.lengths import MASKED, Pair
@@ -41,12 +42,24 @@ log = logging.getLogger(__name__)
 class TokenRows:
     """Map-style rows `{input_ids, labels}` in two flat arrays: 8 bytes a token."""
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
+    def __init__(self, ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> None:
+        self.lengths = lengths
+        self._ends = np.cumsum(lengths)
+        self._ids, self._labels = ids, labels
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> TokenRows:
+        """From rows one by one."""
         assert pairs
-        self.lengths = np.array([len(ids) for ids, _ in pairs], dtype=np.int64)
-        self._ends = np.cumsum(self.lengths)
-        self._ids = np.concatenate([ids for ids, _ in pairs])
-        self._labels = np.concatenate([labels for _, labels in pairs])
+        return cls(
+            np.concatenate([ids for ids, _ in pairs]),
+            np.concatenate([labels for _, labels in pairs]),
+            np.array([len(ids) for ids, _ in pairs], dtype=np.int64),
+        )
+
+    def keep(self, report: PartReport) -> KeptPart:
+        """What a cache keeps of the rows."""
+        return KeptPart(ids=self._ids, labels=self._labels, lengths=self.lengths, report=report)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -139,27 +152,76 @@ def load_datasets(
         SwiftFP8Error: what read_entry and tokenize_rows raise; bad rows where they aren't
             skipped; no row left.
     """
-    train = _convert(config.dataset, config, "dataset")
-    held: Converted | None = None
-    eval_from = None
-    if config.val_dataset:
-        held, eval_from = _convert(config.val_dataset, config, "val_dataset"), "val_dataset"
-    elif config.split_dataset_ratio > 0:
-        train, held = _split(train, config.split_dataset_ratio, config.seed)
-        eval_from = f"{config.split_dataset_ratio:g} of dataset"
-    tokenize = _tokenize
-    if not TASKS[config.task].packs:
+    cached = None
+    if TASKS[config.task].packs:
+        parts, cached = _language_rows(config, tokenizer)
+    else:
         tokenize = partial(_tokenize_task, head=head, pooling=pooling)
-    train_rows, train_report = tokenize(train, tokenizer, config, "dataset")
-    eval_rows = eval_report = None
-    if held is not None:
-        eval_rows, eval_report = tokenize(held, tokenizer, config, eval_from or "")
+        parts = _tokenized(config, tokenizer, tokenize)
+    train_rows, train_report = parts["train"]
+    eval_rows, eval_report = parts.get("eval", (None, None))
     return Datasets(
         train=train_rows,
         eval=eval_rows,
         collator=_collator(config, tokenizer, token_multiple),
-        report=DataReport(train=train_report, eval=eval_report, eval_from=eval_from),
+        report=DataReport(
+            train=train_report, eval=eval_report, eval_from=_eval_from(config), cached=cached
+        ),
     )
+
+
+def _tokenized(
+    config: Config, tokenizer: Any, tokenize: Callable[..., tuple[Any, PartReport]]
+) -> dict[str, tuple[Any, PartReport]]:
+    """Rows and report of each part."""
+    train = _convert(config.dataset, config, "dataset")
+    held: Converted | None = None
+    if config.val_dataset:
+        held = _convert(config.val_dataset, config, "val_dataset")
+    elif config.split_dataset_ratio > 0:
+        train, held = _split(train, config.split_dataset_ratio, config.seed)
+    parts = {"train": tokenize(train, tokenizer, config, "dataset")}
+    if held is not None:
+        parts["eval"] = tokenize(held, tokenizer, config, _eval_from(config) or "")
+    return parts
+
+
+def _eval_from(config: Config) -> str | None:
+    if config.val_dataset:
+        return "val_dataset"
+    ratio = config.split_dataset_ratio
+    return f"{ratio:g} of dataset" if ratio > 0 else None
+
+
+def _language_rows(
+    config: Config, tokenizer: Any
+) -> tuple[dict[str, tuple[Any, PartReport]], str | None]:
+    """`_tokenized` for language modelling, packed where asked; and what the cache did for it."""
+    note = None
+    cache = token_cache(config, tokenizer)
+    kept = None if cache is None else cache.read()
+    if cache is not None and kept is not None:
+        note = f"tokens taken from {cache.path} (data.cache=true)"
+        made = {
+            name: (TokenRows(part.ids, part.labels, part.lengths), part.report)
+            for name, part in kept.items()
+        }
+    else:
+        made = _tokenized(config, tokenizer, _tokenize)
+        parts = {name: rows.keep(report) for name, (rows, report) in made.items()}
+        if cache is not None and cache.write(parts):
+            note = f"tokens kept in {cache.path} (data.cache=true)"
+    if config.packing:
+        made = {name: _packed(rows, report, config, name) for name, (rows, report) in made.items()}
+    return made, note
+
+
+def _packed(
+    rows: TokenRows, report: PartReport, config: Config, name: str
+) -> tuple[PackedRows, PartReport]:
+    shuffle = config.data.shuffle and name == "train"
+    packs = pack_rows(rows, config.max_length, seed=config.seed, shuffle=shuffle)
+    return packs, replace(report, packs=len(packs), pack_capacity=config.max_length)
 
 
 def _collator(config: Config, tokenizer: Any, token_multiple: int) -> AnyCollator:
@@ -217,7 +279,7 @@ def _split(rows: Converted, ratio: float, seed: int) -> tuple[Converted, Convert
 
 def _tokenize(
     rows: Converted, tokenizer: Any, config: Config, name: str
-) -> tuple[TokenRows | PackedRows, PartReport]:
+) -> tuple[TokenRows, PartReport]:
     settings = tokenize_settings(config)
     pairs: list[Pair] = []
     bad: list[BadPlace] = []
@@ -237,12 +299,8 @@ def _tokenize(
     if dropped:
         reasons = ", ".join(f"{n} x {reason}" for reason, n in dropped.items())
         log.warning("left out %d rows of %s: %s", sum(dropped.values()), name, reasons)
-    kept = TokenRows(pairs)
-    packed = None
-    if config.packing:
-        shuffle = config.data.shuffle and name == "dataset"
-        packed = pack_rows(kept, config.max_length, seed=config.seed, shuffle=shuffle)
-    return packed or kept, PartReport(
+    kept = TokenRows.of(pairs)
+    return kept, PartReport(
         sources=rows.sources,
         rows=len(kept),
         tokens=int(kept.lengths.sum()),
@@ -250,8 +308,6 @@ def _tokenize(
         longest=int(kept.lengths.max()),
         truncated=truncated,
         split=split,
-        packs=len(packed) if packed else 0,
-        pack_capacity=config.max_length if packed else 0,
         dropped=dict(dropped),
         skipped=count_reasons([*rows.bad, *bad]),
     )

@@ -51,17 +51,20 @@ class PartReport:
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
-    """Both parts. `eval_from` says where evaluation rows come from."""
+    """Both parts. `eval_from` says where evaluation rows come from, `cached` what a cache did."""
 
     train: PartReport
     eval: PartReport | None
     eval_from: str | None
+    cached: str | None = None
 
     def summary_lines(self) -> list[str]:
         """A few lines of text for the terminal."""
         lines = _part_lines("train", self.train)
         if self.eval is not None:
             lines += _part_lines(f"eval ({self.eval_from})", self.eval)
+        if self.cached is not None:
+            lines.append(self.cached)
         return lines
 
 

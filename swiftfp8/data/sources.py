@@ -73,6 +73,19 @@ def read_entry(entry: str, *, hub: str, seed: int) -> list[RowSet]:
     return found if wanted is None else _sample(found, wanted, seed)
 
 
+def entry_files(entry: str) -> list[Path] | None:
+    """The files that an entry is read from; None where it lies on a hub.
+
+    Raises SwiftFP8Error where they are missing, as read_entry does.
+    """
+    name, _ = _split_sample(entry)
+    registered = registered_datasets().get(name)
+    if registered is not None:
+        path = local_path(registered)
+        return None if path is None else _local_files(path)
+    return _local_files(Path(name).expanduser()) if _is_local(name) else None
+
+
 def registered_datasets() -> dict[str, RegisteredDataset]:
     """Every `configs/dataset/<name>.yaml`, by name."""
     known: dict[str, RegisteredDataset] = {}
@@ -144,6 +157,11 @@ def _is_local(name: str) -> bool:
 
 
 def _read_local(path: Path) -> list[RowSet]:
+    return [_read_file(file) for file in _local_files(path)]
+
+
+def _local_files(path: Path) -> list[Path]:
+    """The file, or every file of a known kind in a folder."""
     if path.is_dir():
         inside = sorted(p for p in path.rglob("*") if p.is_file() and files.readable(p))
         if not inside:
@@ -152,10 +170,10 @@ def _read_local(path: Path) -> list[RowSet]:
                 where=str(path),
                 fix=f"known: {' '.join(files.READERS)}",
             )
-        return [_read_file(file) for file in inside]
+        return inside
     if not path.exists():
         raise _missing(path)
-    return [_read_file(path)]
+    return [path]
 
 
 def _read_file(path: Path) -> RowSet:

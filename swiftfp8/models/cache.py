@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import re
 import shutil
 import tempfile
@@ -17,13 +16,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from swiftfp8.config.paths import cache_dir
 from swiftfp8.errors import SwiftFP8Error
-
-
-def cache_dir() -> Path:
-    """The folder of everything that swiftfp8 keeps between runs."""
-    named = os.environ.get("SWIFTFP8_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "swiftfp8"
 
 
 def cached_model(

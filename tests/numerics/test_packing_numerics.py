@@ -61,7 +61,7 @@ def make_rows() -> TokenRows:
         labels = ids.copy()
         labels[: length // 3] = MASKED  # the shortest row has a label on its first token
         pairs.append((ids, labels))
-    return TokenRows(pairs)
+    return TokenRows.of(pairs)
 
 
 def loss_and_gradients(model, batches):

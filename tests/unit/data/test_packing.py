@@ -18,7 +18,7 @@ def make_rows(lengths, seed=0):
         labels = ids.copy()
         labels[: length // 3] = MASKED
         pairs.append((ids, labels))
-    return TokenRows(pairs)
+    return TokenRows.of(pairs)
 
 
 def random_lengths(count, capacity, seed=1):

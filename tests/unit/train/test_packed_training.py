@@ -38,7 +38,7 @@ def make_packs(count: int = 24, evaluation: int = 6, seed: int = 3) -> tuple[Row
             tuple(np.array(row[key], dtype=np.int32) for key in ("input_ids", "labels"))
             for row in rows
         ]
-        return pack_rows(TokenRows(arrays), 64, seed=seed)
+        return pack_rows(TokenRows.of(arrays), 64, seed=seed)
 
     collator = PackCollator(token_multiple=16)
     return Rows(train=packed(plain.train), eval=packed(plain.eval), collator=collator), plain
