@@ -9,6 +9,7 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.engine_run import (
     Engine,
     EngineError,
+    activation_group,
     find_engine,
     limit_for,
     mean_difference,
@@ -100,3 +101,19 @@ def test_slow_kernels_get_few_tokens_or_none() -> None:
     assert prompt_tokens(cpu, "compressed_tensors", 10**6) == 128
     assert prompt_tokens(cpu, "compressed_tensors", 10**8) == 111
     assert "54 s a token" in str(prompt_tokens(cpu, "compressed_tensors", 10**9))
+
+
+def test_activations_are_rounded_where_the_engine_does() -> None:
+    cpu = Engine(python="p", version="1", device="cpu", amx=True)
+    gpu = Engine(python="p", version="1", device="cuda", amx=False)
+    found = {
+        name: (activation_group(cpu, name), activation_group(gpu, name))
+        for name in ("fp8_block", "compressed_tensors", "fp8", "modelopt", "bf16")
+    }
+    assert found == {
+        "fp8_block": (None, 128),
+        "compressed_tensors": (0, 0),
+        "fp8": (0, 0),
+        "modelopt": (None, 0),
+        "bf16": (None, None),
+    }
