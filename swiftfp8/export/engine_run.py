@@ -90,8 +90,8 @@ class EngineRun:
 def activation_group(engine: Engine, format_name: str) -> int | None:
     """How many elements of an activation share a scale in vLLM's kernel: 0 is a whole token.
 
-    None where nothing is rounded: vLLM's CPU kernels for blocks and, with AMX, for ModelOpt multiply
-    in BF16 (seen: 0.006 on tiny models against a reference that rounds nothing).
+    None where nothing is rounded: vLLM's CPU kernels for blocks and, with AMX, for ModelOpt
+    multiply in BF16 (seen: 0.006 on tiny models against a reference that rounds nothing).
     """
     on_cpu = engine.device == "cpu"
     if format_name == "fp8_block":
