@@ -41,6 +41,7 @@ class FusionPlan:
 
 
 MIXED_LORA = "adapters that read one input differ in rank or alpha (rank_pattern, alpha_pattern)"
+TRAINED = "its weights are trained, and fused layers hold theirs in FP8 alone"
 NO_FUSION = FusionPlan(layers=0, total=0, reason="not planned")
 
 
@@ -83,13 +84,14 @@ def plan_fusion(
         return FusionPlan(layers=0, total=total, reason=reason, compiled=compiled)
     numbers = {linear.name: linear.layer for linear in meta.linears}
     high = {numbers[x.name]: x.reason for x in layers if x.precision != FUSED_RECIPE}
+    high |= {numbers[x.name]: TRAINED for x in layers if x.trainable}
     high.pop(None, None)  # the head
     high |= {layer: MIXED_LORA for layer in mixed if layer not in high}
     reasons = Counter(high.values()).most_common(1)
     why = None
     if reasons:
         why = reasons[0][0]
-        why = why if why == MIXED_LORA else f"a linear in them is not in FP8: {why}"
+        why = why if why in (MIXED_LORA, TRAINED) else f"a linear in them is not in FP8: {why}"
     fused = total - len(high)
     recorded = graphs and fused > 0 and device == "cuda"
     return FusionPlan(layers=fused, total=total, reason=why, graphs=recorded)

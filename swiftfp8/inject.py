@@ -62,7 +62,8 @@ class ModelBytes:
 def inject_precision(model: PreTrainedModel, plan: Plan, device: str | torch.device) -> nn.Module:
     """Replace the planned linears, move everything to `device`, add LoRA; returns the model.
 
-    With tuner=lora all but the adapter is frozen, with tuner=full everything is trained. A fresh
+    With tuner=lora all but the adapter is frozen, with tuner=freeze all but the plan's modules,
+    with tuner=full everything is trained. A fresh
     adapter is drawn from the CPU's random state, which the caller seeds.
     """
     backend = find_backend(plan.backend)
@@ -70,6 +71,8 @@ def inject_precision(model: PreTrainedModel, plan: Plan, device: str | torch.dev
     if reason is not None:
         raise SwiftFP8Error(f"precision backend '{backend.NAME}' can't run here: {reason}")
     model.requires_grad_(plan.tuner == "full")
+    for name in plan.trained:
+        _require_grad(model, name)
     for layer in plan.layers:
         if layer.precision in FP8_RECIPES:
             _replace(model, layer, plan, backend.convert, device)
@@ -222,6 +225,13 @@ def count_bytes(model: nn.Module) -> ModelBytes:
         else:
             other += tensor.nbytes
     return ModelBytes(fp8=fp8, fp8_parameters=fp8_parameters, trained=trained, other=other)
+
+
+def _require_grad(model: nn.Module, name: str) -> None:
+    """Train a module, or a parameter that a plan takes for one (all experts' weights)."""
+    owner, _, last = name.rpartition(".")
+    part = getattr(model.get_submodule(owner), last)
+    part.requires_grad_(True)
 
 
 def _replace(

@@ -114,7 +114,8 @@ def estimate_memory(
     fixed = _without_tokens(meta, hardware, layers, c, compute_dtype, backend, tuner, lora_rank)
     fixed = replace(fixed, optimizer=fixed.optimizer * moments / 2)
     if master_weights:
-        fixed = replace(fixed, optimizer=meta.total_params * MASTER_BYTES[state_dtype] / GIB)
+        trained = meta.total_params if tuner == "full" else _trained(layers)
+        fixed = replace(fixed, optimizer=trained * MASTER_BYTES[state_dtype] / GIB)
     job = Job(
         c=c,
         device=hardware.device,
@@ -126,7 +127,7 @@ def estimate_memory(
         max_length=max_length,
         attn_implementation=attn_implementation,
         packing=packing,
-        trained=tuner == "full",
+        trained=tuner != "lora",
         compiled=compiled,
     )
     count = count_activations(meta, layers, job)
@@ -192,6 +193,12 @@ def _without_tokens(
         replaced = fp8_params - (_size(head) if head is not None and meta.tied_head else 0)
         weights = (meta.total_params - replaced) * c + sum(_fp8_bytes(layer) for layer in fp8)
         trained = adapter_params * 4.0
+        if tuner == "freeze":  # norms are left out: they are few
+            size = 4 if compute_dtype == "fp16" else c
+            held = sum(_size(x) * (size - c) for x in layers if x.trainable)
+            kept = [x for x in fp8 if x.trainable]  # in high precision, under FP8 matmuls
+            weights += held + sum(_size(x) * c - _fp8_bytes(x) for x in kept)
+            trained = float(_trained(layers) * size)
         copies = float(transposes)
     workspace = WORKSPACE_GIB[hardware.device]
     if backend == "emulated" and fp8:  # one weight at a time is dequantized
@@ -208,6 +215,11 @@ def _without_tokens(
         available=hardware.memory_gib * USABLE[hardware.device],
         largest_micro_batch=0,
     )
+
+
+def _trained(layers: Sequence[LayerPlan]) -> int:
+    """Parameters of trained linears."""
+    return sum(_size(layer) for layer in layers if layer.trainable)
 
 
 def _size(layer: LayerPlan) -> int:

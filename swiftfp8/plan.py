@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from swiftfp8.checkpointing import plan_checkpointing
 from swiftfp8.engine import choose_engine
 from swiftfp8.errors import SwiftFP8Error, raise_all
+from swiftfp8.freezing import is_below, trained_modules
 from swiftfp8.fusion import MIXED_LORA, FusionPlan, plan_fusion, why_not_fused
 from swiftfp8.hardware import Hardware
 from swiftfp8.ladder import Fallback, climb
@@ -126,7 +127,8 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         targets, target_problems = lora_targets(config.target_modules, meta)
         if "all-linear" in config.target_modules:
             targets -= saved
-    problems = [*target_problems, *saved_problems]
+    trained, freeze_problems = trained_modules(config, meta)
+    problems = [*target_problems, *saved_problems, *freeze_problems]
     problems += tuning_problems(config, targets, saved, meta, hardware.device)
     if any(problem.where in PATTERNS for problem in problems):
         raise_all(problems)  # what follows goes by them
@@ -143,8 +145,10 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     granted = climb(config.dtype, config.precision, hardware, engine.name)
     problems += unmatched_excludes(config.precision.exclude, meta)
     heads = {linear.name for linear in meta.linears if linear.kind == "head"}
-    head_trained = bool(heads & (targets | saved))
-    loss, loss_problems = plan_loss(config.train.fused_loss, meta, head_has_lora=head_trained)
+    head_trained = bool(heads & (targets | saved | set(trained)))
+    loss, loss_problems = plan_loss(
+        config.train.fused_loss, meta, head_has_lora=bool(heads & (targets | saved))
+    )
     if not speaks(config):
         loss = LossPlan(fused=False, reason=f"task={config.task} has no logits over words")
     problems += loss_problems + head_problems(config, has_lora=head_trained)
@@ -159,6 +163,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
             high_head,
             lora=linear.name in targets,
             saved=linear.name in saved,
+            trained=config.tuner == "full" or is_below(linear.name, trained),
         )
         for linear in meta.linears
     )
@@ -227,6 +232,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         layers=layers,
         lora=_lora_plan(config, layers, meta, saved),
         tuner=config.tuner,
+        trained=trained,
         gradient_checkpointing=checkpointing,
         checkpointing_reason=checkpointing_reason,
         loss_scaler=granted.compute_dtype == "fp16",

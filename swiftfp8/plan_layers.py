@@ -38,10 +38,11 @@ def plan_layer(
     *,
     lora: bool,
     saved: bool = False,
+    trained: bool = False,
 ) -> LayerPlan:
     """One linear's precision with its reason; `high_head` is why a head stays out of FP8.
 
-    `saved`: trained whole beside LoRA (`modules_to_save`).
+    `saved`: trained whole beside LoRA (`modules_to_save`); `trained`: by tuner=full or freeze.
     """
     if granted.recipe is None:
         high_reason: str | None = granted.high_reason
@@ -65,7 +66,7 @@ def plan_layer(
         precision=precision,
         reason=reason,
         lora=lora,
-        trainable=config.tuner == "full" or linear.kind == "score" or saved,
+        trainable=trained or linear.kind == "score" or saved,
         count=linear.count,
         lora_rank=_other_rank(config, linear.name) if lora else None,
     )

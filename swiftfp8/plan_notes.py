@@ -73,7 +73,7 @@ def general_notes(
     if config.optim.state_dtype != "fp32" and not masters:
         notes.append(
             f"optim.state_dtype={config.optim.state_dtype} has no effect: it is for BF16 weights "
-            "that are trained on FP32 masters (tuner=full)"
+            "that are trained on FP32 masters (tuner=full or freeze, AdamW)"
         )
     if memory.total > memory.available:
         smaller = (
@@ -91,4 +91,4 @@ def general_notes(
 
 def trains_bf16(config: Config, granted: Granted) -> bool:
     """Whether BF16 weights themselves are trained."""
-    return config.tuner == "full" and granted.compute_dtype == "bf16"
+    return config.tuner != "lora" and granted.compute_dtype == "bf16"

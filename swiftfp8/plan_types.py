@@ -86,7 +86,7 @@ class Plan:
     backend: str | None
     layers: tuple[LayerPlan, ...]
     lora: LoraPlan | None
-    tuner: str
+    tuner: str  # "lora", "freeze" or "full"
     gradient_checkpointing: str  # "none", "selective" or "full"
     loss_scaler: bool
     start_step: int
@@ -101,6 +101,7 @@ class Plan:
     master_weights: bool = False  # BF16 weights are trained on exact FP32 masters
     state_dtype: str = "fp32"  # of Adam's moments beside the masters: "fp32" or "bf16"
     cpu_threads: int | None = None  # None leaves torch's choice
+    trained: tuple[str, ...] = ()  # modules that tuner=freeze trains, with all below them
     task: str = "sft"
     head: Head | None = None  # of task=seq_cls and reward
     head_modules: tuple[str, ...] = ()  # top-level modules that are it
@@ -112,5 +113,5 @@ class Plan:
     @property
     def weight_dtype(self) -> str:
         """What the weights are loaded in: FP32 masters where FP16 would train them all."""
-        scaled = self.compute_dtype == "fp16" and self.tuner == "full"
+        scaled = self.compute_dtype == "fp16" and self.tuner != "lora"
         return "fp32" if scaled else self.compute_dtype

@@ -144,11 +144,11 @@ def task_problems(config: Config) -> list[SwiftFP8Error]:
                 fix="set packing=false",
             )
         )
-    if uses_reference(config) and config.tuner == "full" and not config.rlhf.precompute_ref:
+    if uses_reference(config) and config.tuner != "lora" and not config.rlhf.precompute_ref:
         problems.append(
             SwiftFP8Error(
                 f"rlhf.loss_type={config.rlhf.loss_type} compares with the model before training, "
-                "which tuner=full changes",
+                f"which tuner={config.tuner} changes",
                 where="rlhf.precompute_ref",
                 fix="set rlhf.precompute_ref=true, or tuner=lora, whose base stays as it was",
             )

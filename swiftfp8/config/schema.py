@@ -316,6 +316,16 @@ class GuardConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class FreezeConfig:
+    """What `tuner=freeze` trains."""
+
+    last_layers: NonNegative = 2
+    """How many of the last decoder layers are trained whole, norms and biases too."""
+    modules: Names = Field(default_factory=list)
+    """Name patterns (shell globs or dotted suffixes) of linears that are trained besides."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RlhfConfig:
     """Learning from preferences: `task=dpo` and `task=reward`. Names are TRL's."""
 
@@ -383,8 +393,9 @@ class Config:
     """`seq_cls`: what a label means, by its transformers name; left out, the rows tell."""
     dtype: Literal["fp8", "bf16", "fp16", "fp32"] = "fp8"
     """Precision asked for; the plan says what each layer gets."""
-    tuner: Literal["lora", "full"] = "lora"
-    """`lora` trains adapters on a frozen base; `full` trains every weight."""
+    tuner: Literal["lora", "freeze", "full"] = "lora"
+    """`lora` trains adapters on a frozen base; `freeze` trains the last layers (`freeze.*`) and
+    leaves the rest; `full` trains every weight."""
     lora_rank: Positive = 8
     """LoRA r."""
     lora_alpha: Annotated[Real, Field(gt=0.0)] = 32
@@ -463,5 +474,6 @@ class Config:
     train: TrainConfig = Field(default_factory=TrainConfig)
     export: ExportConfig = Field(default_factory=ExportConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
+    freeze: FreezeConfig = Field(default_factory=FreezeConfig)
     rlhf: RlhfConfig = Field(default_factory=RlhfConfig)
     embedding: EmbeddingConfig = Field(default_factory=EmbeddingConfig)

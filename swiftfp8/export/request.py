@@ -113,7 +113,7 @@ def check_export_of_model(config: Config, model_dir: Path) -> None:
     if not exports_after_training(config):
         return
     settings = export_settings(config)
-    if settings.format == "adapter" and config.tuner == "lora":
+    if settings.format == "adapter" and config.tuner != "full":
         return  # the adapter that training writes
     context = ExportContext(
         keep=_kept_by_family(model_dir), trust_remote_code=config.trust_remote_code

@@ -52,6 +52,9 @@ def _recipe(config: Config) -> str:
         kind = "rsLoRA" if config.use_rslora else "LoRA"
         parts.append(f"{kind} r={config.lora_rank} alpha={config.lora_alpha:g}")
         parts.append(f"on {', '.join(config.target_modules)}")
+    elif config.tuner == "freeze":
+        chosen = [f"the last {config.freeze.last_layers} layers", *config.freeze.modules]
+        parts.append(f"trained: {', '.join(chosen)}")
     else:
         parts.append("all weights trained")
     steps = config.per_device_train_batch_size * config.gradient_accumulation_steps

@@ -136,7 +136,7 @@ def _header(plan: Plan) -> Text:
     given = plan.compute_dtype
     if plan.recipe is not None:
         given = f"{plan.recipe.recipe} by {plan.backend}, the rest in {plan.compute_dtype}"
-    tuning = "every weight trained"
+    tuning = f"{len(plan.trained)} modules trained" if plan.trained else "every weight trained"
     if plan.master_weights:
         tuning += ", BF16 with exact FP32 masters"
         tuning += f", Adam's moments in {plan.state_dtype.upper()}"

@@ -377,7 +377,8 @@ class FP8Trainer(transformers.Trainer):
         return math.isfinite(value) and (progress.best_loss is None or value < progress.best_loss)
 
     def _fill(self, folder: Path) -> None:
-        save_weights(self.model, self.session.tokenizer, folder, inject.plain_state_dict)
+        plan, tokenizer = self.session.plan, self.session.tokenizer
+        save_weights(self.model, tokenizer, folder, inject.plain_state_dict, plan)
         padding = getattr(self.session.tokenizer, "pad_token_id", None)
         write_task_file(folder, self.session.plan, padding)
         scaling = inject.scaling_state(self.model)
@@ -390,7 +391,10 @@ class FP8Trainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
-        load_weights(self.model, folder, inject.load_plain_state_dict)
+        plan = self.session.plan
+        load_weights(
+            self.model, folder, inject.plain_state_dict, inject.load_plain_state_dict, plan
+        )
         recipe = self.session.plan.recipe
         if (folder / "scaling.pt").exists():
             if recipe is None or recipe.recipe != "fp8_delayed":

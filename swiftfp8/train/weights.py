@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.freezing import is_below
 from swiftfp8.models.checkpoint import read_config_json
 from swiftfp8.models.identity import digest_model
 from swiftfp8.plan import LoraPlan, Plan
@@ -27,16 +28,28 @@ from swiftfp8.train.checkpoint import read_manifest
 from swiftfp8.tuning import ADAMW
 
 StateDict = dict[str, torch.Tensor]
+_PEFT_PREFIX = "base_model.model."
+_ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def save_weights(
-    model: Any, tokenizer: Any, folder: Path, plain_state_dict: Callable[[Any], StateDict]
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    plain_state_dict: Callable[[Any], StateDict],
+    plan: Plan,
 ) -> None:
-    """Write the adapter (LoRA) or the model (full) and the tokenizer's files into `folder`."""
+    """Write what was trained and the tokenizer's files into `folder`.
+
+    That is the adapter (LoRA), the trained modules in an adapter's form (freeze), which PEFT puts
+    in place of the base's, or the model (full).
+    """
     if is_peft(model):
         # The base's embeddings are never trained here; asking PEFT to find out may go to the hub.
         model.save_pretrained(str(folder), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+    elif plan.trained:
+        _save_trained(model, folder, plain_state_dict(model), plan)
     else:
         with _no_progress_bar(), _cache_as_in_base(model.config):
             model.save_pretrained(str(folder), state_dict=plain_state_dict(model))
@@ -59,11 +72,18 @@ def write_task_file(folder: Path, plan: Plan, pad_token_id: int | None = None) -
 
 
 def load_weights(
-    model: Any, checkpoint: Path, load_plain_state_dict: Callable[[Any, StateDict], Any]
+    model: Any,
+    checkpoint: Path,
+    plain_state_dict: Callable[[Any], StateDict],
+    load_plain_state_dict: Callable[[Any, StateDict], Any],
+    plan: Plan,
 ) -> None:
     """Load what `save_weights` wrote into the injected model, in place."""
     if is_peft(model):
         _load_adapter(model, checkpoint)
+        return
+    if plan.trained:
+        _load_trained(plain_state_dict(model), checkpoint, plan)
         return
     tensors: StateDict = {}
     for shard in sorted(checkpoint.glob("*.safetensors")):
@@ -101,6 +121,7 @@ def fingerprint(plan: Plan, model: Any, optimizer: str = "adamw_torch") -> dict[
         "rank_pattern": dict(lora.rank_pattern) or None if lora else None,
         "alpha_pattern": dict(lora.alpha_pattern) or None if lora else None,
         "modules_to_save": _saved(lora),
+        "trained": list(plan.trained) or None,
         "lora_plus": True if lora and lora.plus_ratio != 1.0 else None,
         "optimizer": optimizer if optimizer not in ADAMW else None,
     }
@@ -171,10 +192,49 @@ def _cache_as_in_base(config: Any) -> Iterator[None]:
         config.use_cache, text.use_cache = trained
 
 
+def _save_trained(model: Any, folder: Path, tensors: StateDict, plan: Plan) -> None:
+    """The trained modules as an adapter that has no LoRA, but modules to save."""
+    from peft import LoraConfig
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
+    trained = {name: t for name, t in tensors.items() if is_below(name, plan.trained)}
+    adapter = LoraConfig(
+        r=1,
+        target_modules=DUMMY_TARGET_MODULES,
+        modules_to_save=sorted({name.rpartition(".")[0] for name in trained}),
+        task_type=TASKS[plan.task].adapter_type,
+        base_model_name_or_path=model.config.name_or_path,
+        inference_mode=True,
+    )
+    adapter.save_pretrained(str(folder))
+    save_file(
+        {f"{_PEFT_PREFIX}{name}": t.contiguous() for name, t in trained.items()},
+        folder / _ADAPTER_FILE,
+        metadata={"format": "pt"},
+    )
+
+
+def _load_trained(own: StateDict, checkpoint: Path, plan: Plan) -> None:
+    """Copy saved modules into the tensors `own`; the fingerprint says that they fit."""
+    saved = {
+        k.removeprefix(_PEFT_PREFIX): t for k, t in load_file(checkpoint / _ADAPTER_FILE).items()
+    }
+    trained = {name for name in own if is_below(name, plan.trained)}
+    if odd := sorted(trained ^ set(saved)):
+        raise SwiftFP8Error(
+            f"the checkpoint does not fit the model: {odd[0]} is in one of them only",
+            where=str(checkpoint / _ADAPTER_FILE),
+            fix="resume with the options that the run began with",
+        )
+    with torch.no_grad():
+        for name in trained:
+            own[name].copy_(saved[name])
+
+
 def _load_adapter(model: Any, checkpoint: Path) -> None:
     from peft import set_peft_model_state_dict
 
-    tensors = load_file(checkpoint / "adapter_model.safetensors")
+    tensors = load_file(checkpoint / _ADAPTER_FILE)
     result = set_peft_model_state_dict(model, tensors)
     missing = [key for key in result.missing_keys if "lora_" in key or ".modules_to_save." in key]
     if missing or result.unexpected_keys:
@@ -182,7 +242,7 @@ def _load_adapter(model: Any, checkpoint: Path) -> None:
             f"the adapter does not fit the model: {len(missing)} tensors missing, "
             f"{len(result.unexpected_keys)} too many, such as "
             f"{(missing + list(result.unexpected_keys))[0]}",
-            where=str(checkpoint / "adapter_model.safetensors"),
+            where=str(checkpoint / _ADAPTER_FILE),
             fix="resume with the options that the run began with",
         )
 

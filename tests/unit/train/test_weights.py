@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from model_dirs import edit_json, write_model
+from model_kit import plan_for
 from transformers import AutoConfig
 
 from swiftfp8.config.schema import Config
@@ -25,6 +26,7 @@ def test_a_full_checkpoint_generates_with_the_cache_as_its_base_does(
     if cached is not None:
         edit_json(base / "config.json", use_cache=cached)
     model = load_model(resolve_source(Config(model=str(base))), "fp32")
-    save_weights(model, None, tmp_path / "saved", plain_state_dict)
+    plan = plan_for(model, recipe=None, backend=None, tuner="full")
+    save_weights(model, None, tmp_path / "saved", plain_state_dict, plan)
     assert AutoConfig.from_pretrained(tmp_path / "saved").use_cache is (cached is not False)
     assert model.config.use_cache is False  # training goes on without it
