@@ -38,7 +38,7 @@ def test_a_single_key_offers_its_values() -> None:
         ("train", "model_type=tin", ["model_type=tiny"]),
         ("train", "dataset=quickstart-r", ["dataset=quickstart-reworded"]),
         ("train", "precision=fp8_b", ["precision=fp8_block"]),
-        ("train", "tuner=", ["tuner=full", "tuner=lora"]),
+        ("train", "tuner=", ["tuner=freeze", "tuner=full", "tuner=lora"]),
         ("plan", "hardware=h2", ["hardware=h200"]),
         ("train", "hardware=h2", []),
         ("export", "export.format=fp8_", ["export.format=fp8_block"]),
