@@ -144,6 +144,17 @@ def task_problems(config: Config) -> list[SwiftFP8Error]:
                 fix="set packing=false",
             )
         )
+    for name, usual in (("truncation", ("right", "delete")), ("loss_scale", ("default",))):
+        value = getattr(config.data, name)
+        if not task.packs and value not in usual:
+            problems.append(
+                SwiftFP8Error(
+                    f"data.{name}={value} is for conversations and text that are learned as such, "
+                    f"not for the rows of task={task.name}",
+                    where=f"data.{name}",
+                    fix=f"set data.{name}={' or '.join(usual)}",
+                )
+            )
     if uses_reference(config) and config.tuner != "lora" and not config.rlhf.precompute_ref:
         problems.append(
             SwiftFP8Error(

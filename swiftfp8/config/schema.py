@@ -165,8 +165,11 @@ class DataConfig:
     """Row format; `auto` detects it from the columns and says so."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Rename columns before detection: `{question: instruction, answer: output}`."""
-    truncation: Literal["right", "delete"] = "right"
-    """Rows over `max_length`: cut the end, or drop the row."""
+    truncation: Literal["right", "left", "split", "delete"] = "right"
+    """Rows over `max_length`: cut the end or the beginning, go on in further rows, or drop them."""
+    loss_scale: Literal["default", "last_round", "ignore_empty_think", "all"] = "default"
+    """Which turns of a conversation are trained: every answer, those after the user's last turn,
+    every answer without an empty reasoning at its beginning, or every token."""
     cache: bool = False
     """Keep token rows in `~/.cache/swiftfp8/tokens` and take them from there where neither files,
     tokenizer nor an option that changes tokens has changed."""

@@ -11,6 +11,7 @@ text is trained whole.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ from swiftfp8.errors import SwiftFP8Error
 
 _BATCH = 256
 _AHEAD = 8  # batches that may wait for one that is still being encoded
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 _CHECKED = 64  # rows whose labels are decoded and compared; characters are compared in all
 
 
@@ -49,12 +51,13 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeSettings:
-    """`whole` trains every token of conversations too."""
+    """`whole` trains every token of conversations too; `loss_scale` as in `data.loss_scale`."""
 
     max_length: int
     truncation: str
     system: str | None
     whole: bool
+    loss_scale: str = "default"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +164,22 @@ class _Encoder:
             except (BadRow, TemplateError) as error:
                 bad.append(BadPlace(where=example.where, reason=_reason(error)))
                 continue
+            spans = self._scaled(example.content, rendered, spans)
             if example.trained_turns is not None:
                 spans = spans[-example.trained_turns :]
             chats.append((rendered, spans, example.where))
         return _Rendered(examples=len(examples), texts=texts, chats=chats, bad=bad)
+
+    def _scaled(self, messages: list[Message], rendered: str, spans: list[Span]) -> list[Span]:
+        """The spans that `loss_scale` leaves to train."""
+        if self.settings.loss_scale == "last_round":
+            last = max(k for k, message in enumerate(messages) if message["role"] == "user")
+            answers = sum(message["role"] == "assistant" for message in messages[last:])
+            return spans[-answers:]
+        if self.settings.loss_scale == "ignore_empty_think":
+            begun = [(_after_empty_thought(rendered, a, b), b) for a, b in spans]
+            return [(a, b) for a, b in begun if rendered[a:b].strip()]
+        return spans
 
     def look_up(self, batch: _Rendered) -> _Encoded:
         """Tokens of what can be done by remembered words."""
@@ -201,7 +216,8 @@ class _Encoder:
     def finish(self, batch: _Rendered, encoded: _Encoded) -> Tokenized:
         """Masks, and rows of the right length."""
         pairs = self.pairs(batch, encoded)
-        fitted = fit_rows(pairs, self.settings.max_length, self.settings.truncation)
+        bos = self.tokenizer.bos_token_id
+        fitted = fit_rows(pairs, self.settings.max_length, self.settings.truncation, bos=bos)
         return Tokenized(examples=batch.examples, fitted=fitted, bad=tuple(batch.bad))
 
     def pairs(self, batch: _Rendered, encoded: _Encoded) -> list[Pair]:
@@ -338,6 +354,12 @@ class _View:
     def _starts_before(self, token: int, end: int) -> bool:
         chars = self.chars.token_to_chars(token)
         return chars is not None and chars[0] < end
+
+
+def _after_empty_thought(text: str, start: int, end: int) -> int:
+    """Where an answer goes on after a reasoning that holds nothing."""
+    found = _EMPTY_THOUGHT.match(text, start, end)
+    return found.end() if found else start
 
 
 def _same(decoded: str, wanted: str) -> bool:

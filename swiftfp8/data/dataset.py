@@ -363,7 +363,8 @@ def tokenize_settings(config: Config) -> TokenizeSettings:
         max_length=config.max_length,
         truncation=config.data.truncation,
         system=config.system,
-        whole=config.task == "pretrain",
+        whole=config.task == "pretrain" or config.data.loss_scale == "all",
+        loss_scale=config.data.loss_scale,
     )
 
 

@@ -151,7 +151,9 @@ def _inspect(
         max_length=config.max_length,
         lengths=np.array([len(ids) for ids, _ in pairs], dtype=np.int64),
         trained=np.array([np.count_nonzero(y != MASKED) for _, y in pairs], dtype=np.int64),
-        fitted=fit_rows(pairs, config.max_length, config.data.truncation),
+        fitted=fit_rows(
+            pairs, config.max_length, config.data.truncation, bos=tokenizer.bos_token_id
+        ),
         shown=tuple(_show(examples, tokenizer, config, show, tokenize)),
     ), digests
 
@@ -188,7 +190,12 @@ def _show(
         pairs, _ = tokenize([example])
         for ids, labels in pairs:
             cut = max(0, len(ids) - config.max_length)
-            runs = _runs(ids[: config.max_length], labels[: config.max_length], tokenizer)
+            first = (ids[: config.max_length], labels[: config.max_length])
+            if config.data.truncation == "left":
+                bos = tokenizer.bos_token_id
+                fitted = fit_rows([(ids, labels)], config.max_length, "left", bos=bos)
+                first = next(iter(fitted.pairs), first)
+            runs = _runs(*first, tokenizer)
             shown.append(
                 ShownRow(
                     where=example.where,

@@ -22,12 +22,15 @@ class Fitted:
     split: int
 
 
-def fit_rows(pairs: Iterable[Pair], limit: int, truncation: str) -> Fitted:
+def fit_rows(
+    pairs: Iterable[Pair], limit: int, truncation: str, *, bos: int | None = None
+) -> Fitted:
     """Bring (ids, labels) rows to `limit` tokens.
 
-    A conversation loses its end, and is dropped where that leaves nothing to train on; plain text,
-    which is trained whole, goes on in a new row, so that no token is lost. `truncation="delete"`
-    drops every row that is too long.
+    Plain text, which is trained whole, goes on in a new row, so that no token is lost. A
+    conversation loses its end (`right`), or its beginning but for the token `bos` (`left`), and is
+    dropped where that leaves nothing to train on; or it goes on in new rows, those without a token
+    to train on left out (`split`). `delete` drops every row that is too long.
     """
     kept: list[Pair] = []
     dropped: Counter[str] = Counter()
@@ -38,16 +41,28 @@ def fit_rows(pairs: Iterable[Pair], limit: int, truncation: str) -> Fitted:
         elif truncation == "delete":
             dropped[f"longer than max_length={limit}"] += 1
             continue
-        elif labels[0] != MASKED:
+        elif labels[0] != MASKED or truncation == "split":
             starts = range(0, len(ids), limit)
             pieces = [(ids[i : i + limit], labels[i : i + limit]) for i in starts]
             split += 1
+        elif truncation == "left":
+            pieces = [_end_of(ids, labels, limit, bos)]
+            truncated += 1
         else:
             pieces = [(ids[:limit], labels[:limit])]
             truncated += 1
-        for piece in pieces:
-            if np.all(piece[1][1:] == MASKED):  # nothing predicts the first token
-                dropped[f"no token to learn within max_length={limit}"] += 1
-            else:
-                kept.append(piece)
+        learned = [piece for piece in pieces if np.any(piece[1][1:] != MASKED)]
+        kept += learned  # of the others nothing is learned: nothing predicts the first token
+        whole = labels[0] != MASKED
+        lost = len(pieces) - len(learned) if whole or not learned else 0
+        if lost:
+            dropped[f"no token to learn within max_length={limit}"] += lost if whole else 1
     return Fitted(pairs=kept, dropped=dict(dropped), truncated=truncated, split=split)
+
+
+def _end_of(ids: np.ndarray, labels: np.ndarray, limit: int, bos: int | None) -> Pair:
+    """The last `limit` tokens, or the first and one less where it is `bos`, as models expect it."""
+    if bos is None or ids[0] != bos or limit < 2:
+        return ids[-limit:], labels[-limit:]
+    rest = slice(len(ids) - limit + 1, None)
+    return np.concatenate([ids[:1], ids[rest]]), np.concatenate([labels[:1], labels[rest]])

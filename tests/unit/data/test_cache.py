@@ -74,6 +74,7 @@ def test_what_changes_tokens_changes_the_key(load, rows, tokenizer):
         {"dataset": f"{rows}#5"},
         {"data": {"truncation": "delete"}},
         {"data": {"on_bad_row": "skip"}},
+        {"data": {"loss_scale": "last_round"}},
         {"data": {"format": "alpaca"}},
     ):
         assert load(**changed)[1], changed

@@ -4,9 +4,11 @@ import random
 
 import pytest
 
+from swiftfp8.config.schema import Config
 from swiftfp8.data.chat import Example, TokenizeSettings, tokenize_rows
-from swiftfp8.data.lengths import MASKED
+from swiftfp8.data.lengths import MASKED, fit_rows
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.tasks import task_problems
 
 CHATML = """{%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
@@ -226,3 +228,51 @@ def test_long_rows_are_cut_split_or_dropped(tokenizer):
         tokenizer, long_answer, long_question, chat("q", "a"), max_length=32, truncation="delete"
     ).fitted
     assert len(part.pairs) == 1 and part.dropped == {"longer than max_length=32": 2}
+
+
+def test_left_truncation_keeps_the_end_and_the_first_token(tokenizer):
+    row = chat("word " * 40, "an answer", "and", "the last answer")
+    ((whole, labels),) = tokenize(tokenizer, row).fitted.pairs
+    ((ids, cut),) = tokenize(tokenizer, row, max_length=24, truncation="left").fitted.pairs
+    assert ids.tolist() == whole[-24:].tolist() and cut.tolist() == labels[-24:].tolist()
+    fitted = fit_rows([(whole, labels)], 24, "left", bos=int(whole[0]))
+    ((ids, cut),) = fitted.pairs
+    assert ids.tolist() == [whole[0], *whole[-23:]] and fitted.truncated == 1
+    assert cut.tolist() == [MASKED, *labels[-23:]]
+
+
+def test_split_conversations_go_on_and_lose_only_rows_without_an_answer(tokenizer):
+    row = chat("word " * 60, "an answer " * 30, "q", "a")
+    ((whole, labels),) = tokenize(tokenizer, row).fitted.pairs
+    fitted = tokenize(tokenizer, row, max_length=32, truncation="split").fitted
+    assert fitted.split == 1 and not fitted.truncated and not fitted.dropped
+    assert all(len(ids) <= 32 for ids, _ in fitted.pairs)
+    learned = [label for _, part in fitted.pairs for label in part.tolist() if label != MASKED]
+    assert learned == [label for label in labels.tolist() if label != MASKED]
+    assert sum(len(ids) for ids, _ in fitted.pairs) < len(whole)
+    lost = tokenize(tokenizer, chat("word " * 60, "a"), max_length=32, truncation="right").fitted
+    assert list(lost.dropped.values()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("default", ["<think>\n\n</think>\n\none<|im_end|>", "two<|im_end|>", "three<|im_end|>"]),
+        ("ignore_empty_think", ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]),
+        ("last_round", ["two<|im_end|>", "three<|im_end|>"]),
+    ],
+)
+def test_loss_scale_chooses_the_trained_turns(tokenizer, scale, expected):
+    tokenizer.chat_template = CHATML
+    tool = {"role": "tool", "content": "result"}
+    row = chat("q", "<think>\n\n</think>\n\none", "r", "two")
+    row += [tool, {"role": "assistant", "content": "three"}]
+    ((_, labels),) = tokenize(tokenizer, row, loss_scale=scale).fitted.pairs
+    assert trained_runs(tokenizer, labels) == expected
+
+
+def test_other_tasks_refuse_what_only_conversations_have():
+    data = {"loss_scale": "all", "truncation": "left"}
+    problems = task_problems(Config(task="dpo", data=data))
+    assert {problem.where for problem in problems} == {"data.loss_scale", "data.truncation"}
+    assert not task_problems(Config(data=data))

@@ -122,8 +122,9 @@ def test_columns_and_format_can_be_given(tokenizer, write):
 
 
 def test_pretrain_learns_every_token(tokenizer):
-    data = load(tokenizer, dataset="quickstart#5", task="pretrain")
-    assert data.report.train.masked_share == 0.0
+    for options in ({"task": "pretrain"}, {"data": {"loss_scale": "all"}}):
+        data = load(tokenizer, dataset="quickstart#5", **options)
+        assert data.report.train.masked_share == 0.0
 
 
 @pytest.mark.parametrize("multiple", [1, 8, 128])
