@@ -145,6 +145,7 @@ def _with_lora(model: Any, lora: LoraPlan) -> Any:
         lora_dropout=lora.dropout,
         use_rslora=lora.use_rslora,
         target_modules=compact_targets(lora.targets, (name for name, _ in model.named_modules())),
+        use_dora=lora.use_dora,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
         modules_to_save=list(lora.modules_to_save) or None,

@@ -42,6 +42,7 @@ class FusionPlan:
 
 MIXED_LORA = "adapters that read one input differ in rank or alpha (rank_pattern, alpha_pattern)"
 TRAINED = "its weights are trained, and fused layers hold theirs in FP8 alone"
+DORA = "DoRA divides each output by the length of a weight's row (use_dora)"
 NO_FUSION = FusionPlan(layers=0, total=0, reason="not planned")
 
 
@@ -67,6 +68,7 @@ def plan_fusion(
     lora_dropout: float,
     device: str,
     mixed: Collection[int] = (),
+    dora: bool = False,
     compiles: bool = True,
     graphs: bool = True,
 ) -> FusionPlan:
@@ -79,6 +81,8 @@ def plan_fusion(
     if backend != "torch":
         return FusionPlan(layers=0, total=total, reason="only the torch backend fuses layers")
     reason = why_not_fused(meta, tuner=tuner, lora_dropout=lora_dropout)
+    if reason is None and dora:
+        reason = DORA
     if reason is not None:
         compiled = tuner == "full" and compiles and device == "cuda"
         return FusionPlan(layers=0, total=total, reason=reason, compiled=compiled)

@@ -97,6 +97,7 @@ def estimate_memory(
     master_weights: bool = False,
     state_dtype: str = "fp32",
     optimizer: str = "adamw_torch",
+    dora: bool = False,
     compiled: bool = False,
     accumulates: bool = False,
 ) -> MemoryEstimate:
@@ -105,14 +106,17 @@ def estimate_memory(
     `layers` is the plan of every linear. `lora_rank` is ignored where no layer has LoRA.
     `checkpointing` is "none", "selective" or "full"; `fused_layers` decoder layers are run as one
     function by the torch backend. `master_weights`: trained BF16 weights have FP32 masters,
-    and moments of `state_dtype`, "fp32" or "bf16"; other optimizers keep `MOMENTS`. Where a step
-    `accumulates` micro-batches, gradients are there from the second one on; otherwise they take
-    the activations' place.
+    and moments of `state_dtype`, "fp32" or "bf16"; other optimizers keep `MOMENTS`. `dora` measures
+    the rows of one weight at a time. Where a step `accumulates` micro-batches, gradients are there
+    from the second one on; otherwise they take the activations' place.
     """
     c = DTYPE_BYTES[compute_dtype]
     moments = MOMENTS.get(optimizer, 2.0)
     fixed = _without_tokens(meta, hardware, layers, c, compute_dtype, backend, tuner, lora_rank)
     fixed = replace(fixed, optimizer=fixed.optimizer * moments / 2)
+    if dora:  # one weight, and with its update, in FP32
+        largest = max((_size(layer) / layer.count for layer in layers if layer.lora), default=0)
+        fixed = replace(fixed, workspace=fixed.workspace + 2 * 4 * largest / GIB)
     if master_weights:
         trained = meta.total_params if tuner == "full" else _trained(layers)
         fixed = replace(fixed, optimizer=trained * MASTER_BYTES[state_dtype] / GIB)

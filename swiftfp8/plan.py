@@ -15,7 +15,7 @@ from swiftfp8.checkpointing import plan_checkpointing
 from swiftfp8.engine import choose_engine
 from swiftfp8.errors import SwiftFP8Error, raise_all
 from swiftfp8.freezing import is_below, trained_modules
-from swiftfp8.fusion import MIXED_LORA, FusionPlan, plan_fusion, why_not_fused
+from swiftfp8.fusion import DORA, MIXED_LORA, FusionPlan, plan_fusion, why_not_fused
 from swiftfp8.hardware import Hardware
 from swiftfp8.ladder import Fallback, climb
 from swiftfp8.loss_plan import LossPlan, plan_loss
@@ -134,7 +134,9 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         raise_all(problems)  # what follows goes by them
     mixed = mixed_layers(config, targets, meta)
     unfused = why_not_fused(meta, tuner=config.tuner, lora_dropout=config.lora_dropout)
-    if len(mixed) == meta.num_layers > 0:
+    if config.use_dora:
+        unfused = unfused or DORA
+    elif len(mixed) == meta.num_layers > 0:
         unfused = unfused or MIXED_LORA
     engine = choose_engine(
         config.precision.backend,
@@ -187,6 +189,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         lora_dropout=config.lora_dropout,
         device=hardware.device,
         mixed=mixed,
+        dora=config.use_dora,
         compiles=config.train.compile,
         graphs=config.train.cuda_graphs,
     )
@@ -207,6 +210,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         master_weights=master_weights,
         state_dtype=config.optim.state_dtype,
         optimizer=config.optim.name,
+        dora=config.use_dora,
         fused_loss=loss.fused,
         compiled=fusion.compiled,
         accumulates=config.gradient_accumulation_steps > 1,
@@ -280,6 +284,7 @@ def _lora_plan(
         targets=tuple(layer.name for layer in layers if layer.lora),
         modules_to_save=(*meta.head_modules, *sorted(saved)),
         init=config.init_lora,
+        use_dora=config.use_dora,
         plus_ratio=config.lora_plus_ratio,
         rank_pattern=tuple(config.rank_pattern.items()),
         alpha_pattern=tuple(config.alpha_pattern.items()),

@@ -63,6 +63,7 @@ class LoraPlan:
     modules_to_save: tuple[str, ...] = ()
     task_type: str = "CAUSAL_LM"
     init: str = "default"  # or "gaussian"
+    use_dora: bool = False
     plus_ratio: float = 1.0  # B's learning rate over A's
     rank_pattern: tuple[tuple[str, int], ...] = ()
     alpha_pattern: tuple[tuple[str, float], ...] = ()

@@ -159,6 +159,7 @@ def _needless(config: Config) -> list[SwiftFP8Error]:
         "rank_pattern": bool(config.rank_pattern),
         "alpha_pattern": bool(config.alpha_pattern),
         "modules_to_save": bool(config.modules_to_save),
+        "use_dora": config.use_dora,
         "init_lora": config.init_lora != "default",
         "lora_plus_ratio": config.lora_plus_ratio != 1.0,
     }

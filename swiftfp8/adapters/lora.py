@@ -2,6 +2,10 @@
 
     y = x Wᵀ + s · dropout(x) Aᵀ Bᵀ        s = alpha / r, or alpha / √r with rsLoRA
 
+With DoRA each output o is scaled by m_o / ‖W + s B A‖_o, the trained length of its row over the
+row's own (which no gradient flows through); the bias is not. W is what the matmul sees: an FP8
+weight is dequantized for it, one layer at a time.
+
 PEFT owns names, files and life cycle; ours is the layer it puts around a linear: A and B stay
 float32, the optimizer's masters, and are cast to the compute dtype in the forward pass. (PEFT's
 own layer would cast x up to float32 and rely on autocast to bring it down again.)
@@ -16,7 +20,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Linear as PeftLinear
+from peft.tuners.lora.variants import DoraLinearVariant
 from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -29,8 +35,25 @@ from swiftfp8.plan import LoraPlan
 from swiftfp8.precision._backend import PrecisionLinear, add_lora
 
 
+class _Dora(DoraLinearVariant):
+    """PEFT's DoRA, but that it begins with the rows of the weight that the matmul sees."""
+
+    @staticmethod
+    def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
+        if not module.lora_magnitude_vector:
+            module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
+        layer = DoraLinearLayer(fan_in_fan_out=False)
+        layer.weight = nn.Parameter(_seen_weight(module.get_base_layer()).norm(dim=1))
+        module.lora_magnitude_vector[adapter_name] = layer
+
+
 class LoraPrecisionLinear(PeftLinear):
     """PEFT's LoRA layer over a PrecisionLinear or an nn.Linear."""
+
+    def resolve_lora_variant(self, **kwargs: Any) -> Any:
+        """PEFT's choice, with our DoRA for its own."""
+        variant = super().resolve_lora_variant(**kwargs)
+        return _Dora() if isinstance(variant, DoraLinearVariant) else variant
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         return module.in_features, module.out_features
@@ -55,6 +78,9 @@ class LoraPrecisionLinear(PeftLinear):
             y = base.forward_lora(x, *self._parts(first))
         else:
             y = add_lora(base(x), x, *self._parts(first))
+        if first in self.lora_magnitude_vector:
+            assert not others, "DoRA is the only adapter"
+            return self._scale_rows(y, first)
         for name in others:
             y = add_lora(y, x, *self._parts(name))
         return y
@@ -68,9 +94,28 @@ class LoraPrecisionLinear(PeftLinear):
             )
         super().merge(safe_merge, adapter_names)
 
+    def _scale_rows(self, y: torch.Tensor, name: str) -> torch.Tensor:
+        """DoRA: each output, without its bias, times m / ‖W + s B A‖."""
+        a, b, scaling, _ = self._parts(name)
+        base = self.get_base_layer()
+        with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
+            norm = torch.addmm(_seen_weight(base), b, a, alpha=scaling).norm(dim=1)
+        factor = (self.lora_magnitude_vector[name].weight / norm).to(y.dtype)
+        if base.bias is None:
+            return y * factor
+        bias = base.bias.to(y.dtype)
+        return (y - bias) * factor + bias
+
     def _parts(self, name: str) -> tuple[torch.Tensor, torch.Tensor, float, nn.Module]:
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         return a, b, self.scaling[name], self.lora_dropout[name]
+
+
+def _seen_weight(base: nn.Module) -> torch.Tensor:
+    """The weight [out, in] in float32, as the matmul sees it."""
+    if isinstance(base, PrecisionLinear):
+        return base.dequantize().detach()
+    return base.weight.detach().float()
 
 
 def add_adapter(model: PreTrainedModel, plan: LoraPlan) -> PeftModel:
@@ -81,6 +126,7 @@ def add_adapter(model: PreTrainedModel, plan: LoraPlan) -> PeftModel:
         lora_alpha=int(plan.alpha) if plan.alpha == int(plan.alpha) else plan.alpha,
         lora_dropout=plan.dropout,
         use_rslora=plan.use_rslora,
+        use_dora=plan.use_dora,
         target_modules=compact_targets(plan.targets, modules),
         rank_pattern=dict(plan.rank_pattern),
         alpha_pattern=dict(plan.alpha_pattern),

@@ -407,6 +407,8 @@ class Config:
     """Dropout on LoRA's input."""
     use_rslora: bool = False
     """Rank-stabilised scaling, alpha / sqrt(r)."""
+    use_dora: bool = False
+    """DoRA: LoRA turns the rows of a weight, and their lengths are trained apart."""
     lora_plus_ratio: Annotated[Real, Field(ge=1.0)] = 1.0
     """LoRA+: how many times A's learning rate B has (16 is usual)."""
     init_lora: Literal["default", "gaussian", "pissa"] = "default"

@@ -2,6 +2,8 @@
 
     W' = W + scaling * (B @ A)        scaling = alpha / r, or alpha / sqrt(r) with rsLoRA
 
+and with DoRA each row of W' is then brought to the length that was trained for it.
+
 W [N, K] as the base checkpoint stores it, A [r, K], B [N, r]. The sum is float32 and is rounded
 only once, by whoever writes it. The product runs in float64: its rounding is far below float32's,
 so that the order in which a device sums can't show, and a GPU merges to the same bytes as a CPU.
@@ -27,6 +29,7 @@ from swiftfp8.tuning import pattern_value
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
+_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.weight)?")
 _LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -38,6 +41,17 @@ class LoraUpdate:
     a_RK: Tensor
     b_NR: Tensor
     scaling: float
+    magnitude_N: Tensor | None = None  # DoRA's
+
+    def merged(self, stored: Tensor, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the merged weight, from the base's, on its device."""
+        weight = stored.to(torch.float32) + self.rows(start, stop, stored.device)
+        if self.magnitude_N is None:
+            return weight
+        length: Tensor = weight.to(torch.float64).norm(dim=1, keepdim=True)
+        wanted = self.magnitude_N[start:stop, None].to(stored.device, torch.float64)
+        scaled: Tensor = weight.to(torch.float64) * (wanted / length)
+        return scaled.to(torch.float32)
 
     def rows(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
         """Rows [start, stop) of scaling * (B @ A), float32 [stop - start, K]."""
@@ -80,9 +94,12 @@ class MergedCheckpoint:
     ) -> Tensor | None:
         """Rows of LoRA's update where the base stores FP8, whose rounding may swallow it."""
         fp8 = isinstance(self.base, DequantizingReader) and name in self.base.quantized
-        return (
-            self._updates[name].rows(start, stop, device) if fp8 and name in self._updates else None
-        )
+        if not fp8 or name not in self._updates:
+            return None
+        if self._updates[name].magnitude_N is None:
+            return self._updates[name].rows(start, stop, device)
+        stored = self.base.rows(name, start, stop, device)
+        return self.rows(name, start, stop, device) - stored.to(torch.float32)
 
     def rows(
         self,
@@ -100,7 +117,7 @@ class MergedCheckpoint:
         if name not in self._updates:
             return stored
         end = self.specs[name].rows if stop is None else stop
-        return stored.to(torch.float32) + self._updates[name].rows(start, end, device)
+        return self._updates[name].merged(stored, start, end)
 
 
 def load_adapter(directory: Path) -> Adapter:
@@ -117,21 +134,28 @@ def load_adapter(directory: Path) -> Adapter:
     tensors = _read_all(weights)
     sides: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
+    magnitudes: dict[str, Tensor] = {}
     odd: list[str] = []
     for key, tensor in tensors.items():
         name = key.removeprefix(_PEFT_PREFIX)
         match = _LORA_KEY.fullmatch(name)
-        if match:
+        if length := _MAGNITUDE.fullmatch(name):
+            magnitudes[length["module"]] = tensor
+        elif match:
             sides.setdefault(match["module"], {})[match["side"]] = tensor
         elif "lora_" not in name and _is_module_to_save(name, config):
             replaced[name] = tensor
         else:
             odd.append(key)
+    if config.get("use_dora"):
+        odd += [f"{module}.lora_magnitude_vector" for module in sides.keys() ^ magnitudes.keys()]
+    else:
+        odd += [f"{module}.lora_magnitude_vector" for module in magnitudes]
     odd += [f"{module}.lora_*" for module, pair in sides.items() if len(pair) != 2]
     if odd or not (sides or replaced):
         raise _unmergeable(odd, directory)
     updates = {
-        f"{module}.weight": _update(module, pair, config, directory)
+        f"{module}.weight": _update(module, pair, config, directory, magnitudes.get(module))
         for module, pair in sides.items()
     }
     base = config.get("base_model_name_or_path")
@@ -139,7 +163,11 @@ def load_adapter(directory: Path) -> Adapter:
 
 
 def _update(
-    module: str, pair: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path
+    module: str,
+    pair: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    directory: Path,
+    magnitude: Tensor | None,
 ) -> LoraUpdate:
     a, b = pair["A"], pair["B"]
     rank = int(pattern_value(config.get("rank_pattern") or {}, module, config["r"]))
@@ -150,19 +178,23 @@ def _update(
             f"adapter shapes A {tuple(a.shape)} and B {tuple(b.shape)} do not fit r={rank}",
             where=where,
         )
+    if magnitude is not None and magnitude.numel() != b.shape[0]:
+        raise SwiftFP8Error(
+            f"DoRA's {magnitude.numel()} row lengths do not fit {b.shape[0]} rows", where=where
+        )
     if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
         raise SwiftFP8Error(
             "the adapter holds NaN or infinity", where=where, fix="take an earlier checkpoint"
         )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-    return LoraUpdate(a_RK=a, b_NR=b, scaling=scaling)
+    lengths = None if magnitude is None else magnitude.reshape(-1)
+    return LoraUpdate(a_RK=a, b_NR=b, scaling=scaling, magnitude_N=lengths)
 
 
 def _refuse_unsupported(config: Mapping[str, Any], directory: Path) -> None:
     init = config.get("init_lora_weights")
     refusals = {
         "is not LoRA": config.get("peft_type") != "LORA",
-        "uses DoRA": config.get("use_dora"),
         "uses fan_in_fan_out (transposed weights)": config.get("fan_in_fan_out"),
         "trains biases (bias != none)": config.get("bias", "none") != "none",
         "has biases of its own (lora_bias)": config.get("lora_bias"),

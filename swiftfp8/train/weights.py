@@ -122,6 +122,7 @@ def fingerprint(plan: Plan, model: Any, optimizer: str = "adamw_torch") -> dict[
         "alpha_pattern": dict(lora.alpha_pattern) or None if lora else None,
         "modules_to_save": _saved(lora),
         "trained": list(plan.trained) or None,
+        "use_dora": True if lora and lora.use_dora else None,
         "lora_plus": True if lora and lora.plus_ratio != 1.0 else None,
         "optimizer": optimizer if optimizer not in ADAMW else None,
     }

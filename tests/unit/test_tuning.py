@@ -6,7 +6,7 @@ import pytest
 from plan_kit import plan_for, qwen_7b, qwen_half_b
 
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.fusion import MIXED_LORA
+from swiftfp8.fusion import DORA, MIXED_LORA
 
 LAYERS = qwen_half_b().num_layers
 
@@ -42,6 +42,13 @@ def test_layers_whose_adapters_cannot_be_joined_run_linear_by_linear(options, fu
     assert plan.fusion.reason == (None if fused == LAYERS else MIXED_LORA)
 
 
+def test_dora_runs_linear_by_linear_and_says_why():
+    plan = plan_for("h200", use_dora=True, precision={"backend": "torch"})
+    assert plan.lora.use_dora
+    assert (plan.fusion.layers, plan.fusion.reason) == (0, DORA)
+    assert plan.memory.workspace > plan_for("h200").memory.workspace
+
+
 def test_a_head_that_is_saved_is_trained_whole_in_high_precision():
     plan = plan_for("h200", qwen_7b(), modules_to_save=["lm_head"])
     head = next(layer for layer in plan.layers if layer.name == "lm_head")
@@ -68,6 +75,7 @@ def test_a_head_that_is_saved_is_trained_whole_in_high_precision():
             {"modules_to_save": ["q_proj"], "target_modules": ["q_proj"]},
             "can't both have LoRA and be trained whole",
         ),
+        ({"tuner": "full", "use_dora": True}, "use_dora is for LoRA"),
         ({"tuner": "full", "lora_plus_ratio": 16}, "lora_plus_ratio is for LoRA"),
         ({"train": {"early_stopping_patience": 2}}, "no rows for any"),
         (

@@ -39,6 +39,7 @@ def save_adapter(directory: Path, family: str = "llama", **options: object) -> t
             "alpha_pattern": {"up_proj": 3},
         },
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"use_dora": True},
     ],
 )
 def test_equals_pefts_merge(tmp_path: Path, options: dict[str, object]) -> None:
@@ -79,7 +80,7 @@ def edit_weights(directory: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_dora": True}, "DoRA"),
+        ({"use_dora": True}, "lora_magnitude_vector"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"peft_type": "IA3"}, "not LoRA"),
         ({"bias": "all"}, "trains biases"),
