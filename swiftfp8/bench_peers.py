@@ -20,11 +20,12 @@ from swiftfp8.adapters.lora import compact_targets
 from swiftfp8.config.schema import Config
 from swiftfp8.data.dataset import load_datasets
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.freezing import is_below
 from swiftfp8.hardware import probe
 from swiftfp8.models.load import load_meta, load_model, load_tokenizer
 from swiftfp8.models.source import resolve_source
 from swiftfp8.plan import LoraPlan, Plan, build_plan
-from swiftfp8.train.arguments import training_arguments
+from swiftfp8.train.arguments import OWN_OPTIMIZERS, training_arguments
 from swiftfp8.train.flops import flops_per_token, peak_flops
 from swiftfp8.train.loop import EpochSampler, count_tokens
 from swiftfp8.train.metrics import peak_memory_gib
@@ -38,6 +39,13 @@ def train_peer(config: Config, folder: Path, *, warmup: int, compiled: bool) -> 
     """
     if config.task not in ("sft", "pretrain"):
         raise SwiftFP8Error(f"peers are compared in task=sft and pretrain, not in {config.task}")
+    if config.optim.name in OWN_OPTIMIZERS or config.lora_plus_ratio != 1.0:
+        what = (
+            "lora_plus_ratio"
+            if config.lora_plus_ratio != 1.0
+            else f"optim.name={config.optim.name}"
+        )
+        raise SwiftFP8Error(f"transformers' trainer has no {what}")
     source = resolve_source(config)
     meta, hardware = load_meta(source, config), probe()
     if compiled and hardware.device != "cuda":
@@ -63,6 +71,9 @@ def train_peer(config: Config, folder: Path, *, warmup: int, compiled: bool) -> 
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if plan.lora is not None:
         model = _with_lora(model.requires_grad_(False), plan.lora)
+    elif plan.trained:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_below(name, plan.trained))
     if compiled:
         _compile_layers(model)
     trainer = _Peer(
