@@ -62,7 +62,9 @@ def root(
 @guarded
 def train(
     tokens: Tokens = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, check the rows and stop.")
+    ] = False,
 ) -> int:
     """Fine-tune a model: config=<recipe or path> [key=value ...]
 
@@ -86,6 +88,7 @@ def train(
             print_runs(member_names(members), console)
         for member in members:
             pipeline.plan(member, None)
+            pipeline.check_rows(member)
         return 0
     result = pipeline.train(members[0])
     return 130 if result.interrupted else 0

@@ -124,6 +124,13 @@ def plan(
     return made
 
 
+def check_rows(composed: Composed, *, console: Console | None = None) -> None:
+    """Read and check the rows as `train` would, without tokenizing them, and print their number."""
+    from swiftfp8.data.dataset import check_rows as stage
+
+    _print_lines(console or Console(), ["", *stage(composed.config)])
+
+
 def export(request: ExportRequest, *, console: Console | None = None) -> ExportReport:
     """Merge, quantize, write and verify what a run, or a model and an adapter, hold."""
     from swiftfp8.export.export import export_checkpoint

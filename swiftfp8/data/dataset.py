@@ -20,6 +20,7 @@ from swiftfp8.data.packing import PackCollator, PackedRows, pack_rows
 from swiftfp8.data.progress import tokenizing
 from swiftfp8.data.reading import Converted, read_examples
 from swiftfp8.data.report import DataReport, PartReport, bad_rows_error, count_reasons
+from swiftfp8.data.sources import entry_files
 from swiftfp8.data.task_rows import (
     LabelCollator,
     Padding,
@@ -168,6 +169,22 @@ def load_datasets(
             train=train_report, eval=eval_report, eval_from=_eval_from(config), cached=cached
         ),
     )
+
+
+def check_rows(config: Config) -> list[str]:
+    """Read and check the rows that lie on this disk; what was found, in lines to print.
+
+    Raises what `load_datasets` raises before it tokenizes: bad rows with file and line.
+    """
+    lines: list[str] = []
+    for key, entries in (("dataset", config.dataset), ("val_dataset", config.val_dataset)):
+        here = [entry for entry in entries if entry_files(entry) is not None]
+        if here:
+            rows = _convert(here, config, key)
+            lines.append(f"{key}: {len(rows.examples):,} rows can be used, of {rows.total:,}")
+            lines += [source.line() for source in rows.sources]
+        lines += [f"{key}: '{e}' lies on a hub, it was not read" for e in entries if e not in here]
+    return [*lines, "not tokenized: swiftfp8 data inspect shows lengths and what is trained"]
 
 
 def _tokenized(

@@ -21,6 +21,10 @@ class SourceReport:
     format: str
     reason: str
 
+    def line(self) -> str:
+        """One line for the terminal."""
+        return f"  {self.entry}: {self.rows:,} rows, format {self.format} ({self.reason})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartReport:
@@ -91,10 +95,7 @@ def _part_lines(name: str, part: PartReport) -> list[str]:
         f"{name}: {part.rows:,} rows, {part.tokens:,} tokens, {part.masked_share:.0%} masked, "
         f"longest {part.longest}"
     ]
-    lines += [
-        f"  {source.entry}: {source.rows:,} rows, format {source.format} ({source.reason})"
-        for source in part.sources
-    ]
+    lines += [source.line() for source in part.sources]
     if part.packs:
         full = part.tokens / (part.packs * part.pack_capacity)
         lines.append(

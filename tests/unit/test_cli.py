@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return stand_in
 
     result = SimpleNamespace(run_dir=Path("run"), last_loss=1.5, eval_loss=None, interrupted=False)
-    for name in ("train", "plan", "export", "merge", "infer"):
+    for name in ("train", "plan", "check_rows", "export", "merge", "infer"):
         monkeypatch.setattr(pipeline, name, noting(name, result))
     monkeypatch.setattr(pipeline, "doctor", noting("doctor", 3))
     return noted
@@ -73,7 +73,7 @@ def test_one_of_several_processes_begins_no_run(
 
 def test_dry_run_plans_and_stops(calls: list[tuple[Any, ...]]) -> None:
     assert call("train", "config=quickstart", "--dry-run").exit_code == 0
-    assert [name for name, *_ in calls] == ["plan"]
+    assert [name for name, *_ in calls] == ["plan", "check_rows"]
 
 
 def test_plan_takes_hardware(calls: list[tuple[Any, ...]]) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from swiftfp8.config.schema import Config
-from swiftfp8.data.dataset import Collator, load_datasets
+from swiftfp8.data.dataset import Collator, check_rows, load_datasets
 from swiftfp8.data.lengths import MASKED
 from swiftfp8.errors import SwiftFP8Error
 
@@ -87,6 +87,20 @@ def test_problems_of_all_entries_come_together(tokenizer, tmp_path):
     with pytest.raises(SwiftFP8Error) as caught:
         load(tokenizer, dataset=["quikstart", str(tmp_path / "no.jsonl")])
     assert "quikstart" in str(caught.value) and "no.jsonl" in str(caught.value)
+
+
+def test_rows_are_checked_without_tokenizing(write):
+    path = write("a.jsonl", [GOOD, "{", {"instruction": "q", "output": ""}])
+    with pytest.raises(SwiftFP8Error, match=f"2 bad rows of 3(?s:.*){path}:2: malformed"):
+        check_rows(Config(dataset=path))
+    skipping = Config(
+        dataset=[path, "owner/name"], val_dataset="quickstart", data={"on_bad_row": "skip"}
+    )
+    lines = check_rows(skipping)
+    assert lines[0] == "dataset: 1 rows can be used, of 3"
+    assert "dataset: 'owner/name' lies on a hub, it was not read" in lines
+    assert "val_dataset: 288 rows can be used, of 288" in lines
+    assert "not tokenized" in lines[-1]
 
 
 def test_nothing_to_train_on(tokenizer):
