@@ -148,6 +148,27 @@ def test_unfused_calls_give_the_same_loss() -> None:
     assert decibels(without, plain) < 20
 
 
+def test_another_adapter_or_scaling_is_not_served_by_the_fused_one() -> None:
+    model = adapt(build(Qwen2Config), fp8=True).eval()
+    fuse_model(model)
+    ids = torch.arange(16).view(1, 16)
+    layer = model.base_model.model.model.layers[0]
+    with torch.no_grad():
+        first = model(input_ids=ids, use_cache=False).logits
+        model.add_adapter("other", model.peft_config["default"])
+        model.set_adapter("other")  # its B is zero
+        assert layer.fused.serving(torch.zeros(1), None) is None
+        other = model(input_ids=ids, use_cache=False).logits
+        with model.disable_adapter():
+            without = model(input_ids=ids, use_cache=False).logits
+        model.set_adapter("default")
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, first)
+        layer.mlp.down_proj.set_scale("default", 0.5)
+        assert layer.fused.serving(torch.zeros(1), None) is None
+    assert decibels(other, without) > 20
+    assert decibels(other, first) < 20
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_without_its_adapters_a_fused_layer_is_what_it_is_with_empty_ones(name: str) -> None:
     """A reference for preferences begins where the model begins, to the last bit."""

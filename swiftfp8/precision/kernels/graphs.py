@@ -159,8 +159,11 @@ class LayerGraphs:
         given; `make_attention` takes both at fixed addresses, cos and sin as [P, D]; with `rotate`
         the layer itself rotates q and k.
         """
-        shapes = (None if rotary is None else rotary[0].shape, None if mask is None else mask.shape)
-        shape = (x_BSK.shape, x_BSK.dtype, *shapes, self.weights.recompute)
+        if not x_BSK.requires_grad and not self._trains():
+            return None  # no backward pass will come: what a graph keeps for it would stay
+        turns = None if rotary is None else rotary[0].shape
+        hidden = None if mask is None else (mask.shape, mask.dtype)
+        shape = (x_BSK.shape, x_BSK.dtype, turns, hidden, self.weights.recompute)
         key = (shape, x_BSK.requires_grad)  # the first layer's input needs no gradient
         pair = self._pairs.get(key)
         if pair is None and not self._warm(shape):
@@ -182,6 +185,9 @@ class LayerGraphs:
                 need_dx=x_BSK.requires_grad,
             )
         return _Graphed.apply(x_BSK, pair, *self.weights.adapter_tensors())
+
+    def _trains(self) -> bool:
+        return any(tensor.requires_grad for tensor in self.weights.adapter_tensors())
 
     def _warm(self, shape: Key) -> bool:
         self._calls[shape] += 1
@@ -206,13 +212,19 @@ class _Pair:
         self.reads = self._addresses(weights)
         self.parameters = weights.adapter_tensors()
         self.sizes = [parameter.numel() for parameter in self.parameters]
-        self.open: _Pass | None = None
+        # Weak: a pass that is never walked back must go with its graph of autograd.
+        self._open: weakref.ref[_Pass] | None = None
         self.forward_graph: Any = None
         self.backward_graph: Any = None
 
     def is_open(self) -> bool:
         """Whether a forward pass of this pair waits for its backward pass."""
-        return self.pool.is_open(self.key, self.open)
+        return self.pool.is_open(self.key, self.newest)
+
+    @property
+    def newest(self) -> _Pass | None:
+        """The last forward pass, while its graph of autograd lives."""
+        return None if self._open is None else self._open()
 
     def still_reads(self) -> bool:
         """Whether the weights lie where the graphs read them."""
@@ -233,8 +245,9 @@ class _Pair:
             self.x.copy_(x)
         self.forward_graph.replay()
         self.pool.replayed += 1
-        self.open = self.pool.begin(self.key)
-        return self.y.view(x.shape), self.open
+        one = self.pool.begin(self.key)
+        self._open = weakref.ref(one)
+        return self.y.view(x.shape), one
 
     def _forward(self) -> Any:
         keep = self.weights.recompute != "full"
@@ -288,7 +301,7 @@ class _Graphed(torch.autograd.Function):
     def backward(ctx: Any, dy_BSK: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         pair, one = ctx.pair, ctx.one
         assert one is not None, "a layer's graph can be walked back only once"
-        assert pair.open is one, "another forward pass has written over what this one kept"
+        assert pair.newest is one, "another forward pass has written over what this one kept"
         with torch.autocast(dy_BSK.device.type, enabled=False):
             dx, gradients = pair.backward(dy_BSK.contiguous())
         pair.pool.end(pair.key, one)

@@ -96,6 +96,13 @@ def _adapter_shape(linear: nn.Module) -> tuple[int, float] | None:
     return linear.r[active[0]], linear.scaling[active[0]]
 
 
+def _active(linear: nn.Module) -> list[tuple[str, float]]:
+    """A linear's active adapters, each with its scaling: what a fused layer was made with."""
+    if not hasattr(linear, "lora_A"):
+        return []
+    return [(n, linear.scaling[n]) for n in linear.active_adapters if n in linear.lora_A]
+
+
 def _install(
     layer: nn.Module, recompute: Recompute, keep_gate_up_fp8: bool, pool: GraphPool | None
 ) -> None:
@@ -192,6 +199,7 @@ class _FusedState:
             down=replace(weights.down, adapter=None),
         )
         self.linears = linears
+        self.adapters = [_active(linear) for linear in linears]
         self.recompute = recompute
         self.graphs = None if pool is None else LayerGraphs(weights, pool)
 
@@ -203,12 +211,12 @@ class _FusedState:
         if cache is not None or x.device != self.weights.qkv.weight8_NK.device:
             return None
         off: set[bool] = set()
-        for linear in self.linears:
+        for linear, adapter in zip(self.linears, self.adapters, strict=True):
             base = _base(linear)
             if not base.enabled or base.weight_bits.device != x.device:
                 return None
             if hasattr(linear, "lora_A"):
-                if linear.merged:
+                if linear.merged or _active(linear) != adapter:
                     return None
                 off.add(linear.disable_adapters)
         if True not in off:
@@ -308,7 +316,7 @@ def _is_recordable(x: torch.Tensor, attend: Callable[..., Any], kwargs: dict[str
     """Whether a graph sees all that this call depends on: x, mask and the rotary embedding."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    unread = ("position_ids", "cache_position")  # of SDPA
+    unread = ("position_ids", "cache_position", "num_items_in_batch")  # of SDPA
     tensors = [k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and k not in unread]
     return (
         x.is_cuda
