@@ -47,14 +47,16 @@ def test_without_a_peer_there_is_no_ratio() -> None:
 def test_a_trial_is_short_and_leaves_nothing_behind(tmp_path: Path) -> None:
     config = Config(
         val_dataset=["rows.jsonl"], export_dir="out", report_to=["wandb"], max_steps=1000,
-        precision={"start_step": 20, "recipe": "fp8_block"}, train={"save_steps": 5},
-        learning_rate=3e-4,
+        precision={"start_step": 20, "recipe": "fp8_block"},
+        train={"save_steps": 5, "eval_steps": 5, "early_stopping_patience": 3}, learning_rate=3e-4,
     )  # fmt: skip
     trial = trial_config(config, tmp_path, 13)
     assert (trial.max_steps, trial.val_dataset, trial.report_to) == (13, (), ())
     assert trial.export_dir is None and trial.output_dir == str(tmp_path)
     assert (trial.precision.start_step, trial.precision.recipe) == (0, "fp8_block")
     assert (trial.train.save_steps, trial.train.images) == (0, False)
+    # With no evaluation left, the plan would refuse early stopping.
+    assert trial.train.early_stopping_patience == 0
     assert trial.learning_rate == 3e-4
 
 
@@ -92,3 +94,13 @@ def test_what_a_process_says_when_it_fails_is_the_reason(
     only = BenchRequest(config="quickstart", overrides=(), stacks=("plan",), out=str(target))
     with pytest.raises(RunFailed, match="no stack could run"):
         bench(only, composed(), Console(file=out))
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [({"tuner": "freeze"}, "freeze"), ({"optim": {"name": "lion"}}, "no optimizer lion")],
+)
+def test_a_peer_that_would_train_otherwise_is_skipped(options: Any, said: str) -> None:
+    with pytest.raises(SwiftFP8Error, match=said):
+        module._require_peer(Config(**options))
+    module._require_peer(Config(optim={"name": "adafactor"}))
