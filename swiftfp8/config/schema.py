@@ -38,6 +38,10 @@ def _frozen(value: list[str]) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _unchanging(value: list[float]) -> tuple[float, ...]:
+    return tuple(value)
+
+
 def _no_bool(value: Any) -> Any:
     """Keep `true` from passing for 1."""
     if isinstance(value, bool):
@@ -85,6 +89,8 @@ Real = Annotated[float, BeforeValidator(_no_bool)]
 Positive = Annotated[Whole, Field(ge=1)]
 Sizes = Annotated[list[Positive], BeforeValidator(_as_sizes), AfterValidator(_ascending)]
 NonNegative = Annotated[Whole, Field(ge=0)]
+Share = Annotated[Real, Field(gt=0.0)]
+Shares = Annotated[list[Share], BeforeValidator(_as_list), AfterValidator(_unchanging)]
 Fraction = Annotated[Real, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[Real, Field(ge=0.0, lt=1.0)]
 NonNegativeFloat = Annotated[Real, Field(ge=0.0)]
@@ -170,6 +176,11 @@ class DataConfig:
     loss_scale: Literal["default", "last_round", "ignore_empty_think", "all"] = "default"
     """Which turns of a conversation are trained: every answer, those after the user's last turn,
     every answer without an empty reasoning at its beginning, or every token."""
+    interleave_prob: Shares = Field(default_factory=list)
+    """Mix the entries of `dataset` by these shares, one for each: `[0.7, 0.3]`; left out, they
+    are put together whole."""
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    """Mix until an entry is used up, or until all are, rows of the others being repeated."""
     cache: bool = False
     """Keep token rows in `~/.cache/swiftfp8/tokens` and take them from there where neither files,
     tokenizer nor an option that changes tokens has changed."""

@@ -24,7 +24,7 @@ from swiftfp8.config.schema import Config
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.registry import suggest, unknown
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?")
 _FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".gz", ".zst")
 _MUST_BE = {
     "int_parsing": "a whole number",

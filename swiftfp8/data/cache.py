@@ -34,7 +34,15 @@ log = logging.getLogger(__name__)
 _LAYOUT = 1  # of the files, and of how rows become tokens: raise it where either changes
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 _OPTIONS = ("dataset", "val_dataset", "split_dataset_ratio", "seed", "task", "max_length", "system")
-_DATA_OPTIONS = ("format", "columns", "truncation", "loss_scale", "on_bad_row")
+_DATA_OPTIONS = (
+    "format",
+    "columns",
+    "truncation",
+    "loss_scale",
+    "on_bad_row",
+    "interleave_prob",
+    "stopping_strategy",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,13 +40,15 @@ class Example:
     """A converted row: turns or plain text, where it came from, and the tools offered.
 
     Rows of other tasks have what data/task_formats.py names for content. `trained_turns`: only
-    that many of the last assistant turns are trained, None trains all.
+    that many of the last assistant turns are trained, None trains all. `entry`: the index of the
+    entry of `dataset` that the row came from.
     """
 
     content: Any
     where: str
     tools: list[Any] | None = None
     trained_turns: int | None = None
+    entry: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

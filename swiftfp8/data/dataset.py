@@ -16,6 +16,7 @@ from swiftfp8.data.cache import KeptPart, token_cache
 from swiftfp8.data.chat import TokenizeSettings, tokenize_rows
 from swiftfp8.data.files import BadPlace
 from swiftfp8.data.lengths import MASKED, Pair
+from swiftfp8.data.mixing import check_shares, mix
 from swiftfp8.data.packing import PackCollator, PackedRows, pack_rows
 from swiftfp8.data.progress import tokenizing
 from swiftfp8.data.reading import Converted, read_examples
@@ -153,6 +154,7 @@ def load_datasets(
         SwiftFP8Error: what read_entry and tokenize_rows raise; bad rows where they aren't
             skipped; no row left.
     """
+    check_shares(config)
     cached = None
     if TASKS[config.task].packs:
         parts, cached = _language_rows(config, tokenizer)
@@ -176,6 +178,7 @@ def check_rows(config: Config) -> list[str]:
 
     Raises what `load_datasets` raises before it tokenizes: bad rows with file and line.
     """
+    check_shares(config)
     lines: list[str] = []
     for key, entries in (("dataset", config.dataset), ("val_dataset", config.val_dataset)):
         here = [entry for entry in entries if entry_files(entry) is not None]
@@ -197,10 +200,22 @@ def _tokenized(
         held = _convert(config.val_dataset, config, "val_dataset")
     elif config.split_dataset_ratio > 0:
         train, held = _split(train, config.split_dataset_ratio, config.seed)
-    parts = {"train": tokenize(train, tokenizer, config, "dataset")}
+    mixed: dict[str, int] = {}
+    if config.data.interleave_prob:
+        train, mixed = _mixed(train, config)
+    rows, report = tokenize(train, tokenizer, config, "dataset")
+    parts = {"train": (rows, replace(report, mixed=mixed, stop=config.data.stopping_strategy))}
     if held is not None:
         parts["eval"] = tokenize(held, tokenizer, config, _eval_from(config) or "")
     return parts
+
+
+def _mixed(rows: Converted, config: Config) -> tuple[Converted, dict[str, int]]:
+    """Training rows by the entries' shares, and how many each entry gave."""
+    data, entries = config.data, config.dataset
+    mixed = mix(rows.examples, entries, data.interleave_prob, data.stopping_strategy, config.seed)
+    given = Counter(example.entry for example in mixed)
+    return replace(rows, examples=mixed), {e: given[k] for k, e in enumerate(entries)}
 
 
 def _eval_from(config: Config) -> str | None:

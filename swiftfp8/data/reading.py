@@ -49,19 +49,21 @@ def read_examples(entries: Sequence[str], config: Config, key: str) -> Converted
 def _read(entries: Sequence[str], config: Config) -> Converted:
     problems: list[SwiftFP8Error] = []
     found: list[RowSet] = []
-    for entry in entries:
+    entry_of: list[int] = []
+    for index, entry in enumerate(entries):
         try:
             found += read_entry(entry, hub=config.hub, seed=config.seed)
+            entry_of += [index] * (len(found) - len(entry_of))
         except SwiftFP8Error as error:
             problems.append(error)
     raise_all(problems)
     examples: list[Example] = []
     sources: list[SourceReport] = []
     bad: list[BadPlace] = []
-    for rows in found:
+    for index, rows in zip(entry_of, found, strict=True):
         bad += rows.bad
         if len(rows.rows):
-            sources.append(_convert_rows(rows, config, examples, bad))
+            sources.append(_convert_rows(rows, index, config, examples, bad))
     total = sum(len(rows.rows) + len(rows.bad) for rows in found)
     return Converted(examples=examples, sources=tuple(sources), bad=bad, total=total)
 
@@ -79,7 +81,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _convert_rows(
-    rows: RowSet, config: Config, examples: list[Example], bad: list[BadPlace]
+    rows: RowSet, entry: int, config: Config, examples: list[Example], bad: list[BadPlace]
 ) -> SourceReport:
     columns = {**rows.columns, **config.data.columns}
     _check_columns(rows, columns)
@@ -95,7 +97,10 @@ def _convert_rows(
         try:
             row = rename(row, columns)
             example = Example(
-                content=form.convert(row), where=rows.place(index), tools=read_tools(row)
+                content=form.convert(row),
+                where=rows.place(index),
+                tools=read_tools(row),
+                entry=entry,
             )
         except BadRow as error:
             bad.append(BadPlace(where=rows.place(index), reason=str(error)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swiftfp8.data.files import BadPlace
 from swiftfp8.errors import SwiftFP8Error
@@ -32,7 +32,8 @@ class PartReport:
 
     `rows` counts what is trained on; `split` texts longer than `max_length` that became several
     rows; `packs` sequences of up to `pack_capacity` tokens that the rows were packed into, 0
-    without packing; `dropped` rows left out by length, `skipped` bad rows, both by reason.
+    without packing; `mixed` how many rows each entry gave where they were mixed, and `stop` until
+    when; `dropped` rows left out by length, `skipped` bad rows, both by reason.
     """
 
     sources: tuple[SourceReport, ...]
@@ -46,6 +47,8 @@ class PartReport:
     skipped: dict[str, int]
     packs: int = 0
     pack_capacity: int = 0
+    mixed: dict[str, int] = field(default_factory=dict)
+    stop: str = ""
 
     @property
     def masked_share(self) -> float:
@@ -96,6 +99,9 @@ def _part_lines(name: str, part: PartReport) -> list[str]:
         f"longest {part.longest}"
     ]
     lines += [source.line() for source in part.sources]
+    if part.mixed:
+        counts = ", ".join(f"{entry} {number:,}" for entry, number in part.mixed.items())
+        lines.append(f"  mixed by data.interleave_prob ({part.stop}): {counts} rows")
     if part.packs:
         full = part.tokens / (part.packs * part.pack_capacity)
         lines.append(

@@ -135,13 +135,14 @@ def _labelled(rows: RowSet, dataset: RegisteredDataset) -> RowSet:
 
 
 def _read_place(name: str, hub: str) -> list[RowSet]:
-    """A path, or a hub id `owner/name[:subset]`."""
+    """A path, or a hub id `owner/name[:subset][@split]`."""
     if _is_local(name):
         return _read_local(Path(name).expanduser())
     if "/" not in name:
         raise unknown("data set", name, registered_datasets(), where="dataset")
-    owner_and_name, _, subset = name.partition(":")
-    rows = hubs.read_hub(owner_and_name, subset or None, "train", hub)
+    whole, _, split = name.partition("@")
+    owner_and_name, _, subset = whole.partition(":")
+    rows = hubs.read_hub(owner_and_name, subset or None, split or "train", hub)
     return [RowSet(entry=name, where=name, rows=rows)]
 
 

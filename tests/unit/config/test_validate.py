@@ -111,7 +111,9 @@ def test_a_bad_value_is_one_problem_with_its_token(token: str, what: str) -> Non
     assert found[what][0] == f"command line, {token}"
 
 
-@pytest.mark.parametrize("entry", ["quickstart#5", "owner/name", "owner/name:subset#9", "here.txt"])
+@pytest.mark.parametrize(
+    "entry", ["quickstart#5", "owner/name", "owner/name:subset@test#9", "here.txt"]
+)
 def test_data_sets_that_may_exist(entry: str) -> None:
     Path("here.txt").touch()
     assert compose_config(None, [f"dataset={entry}"]).config.dataset == (entry,)

@@ -75,6 +75,7 @@ def test_what_changes_tokens_changes_the_key(load, rows, tokenizer):
         {"data": {"truncation": "delete"}},
         {"data": {"on_bad_row": "skip"}},
         {"data": {"loss_scale": "last_round"}},
+        {"data": {"interleave_prob": [1.0]}},
         {"data": {"format": "alpaca"}},
     ):
         assert load(**changed)[1], changed

@@ -200,6 +200,12 @@ def test_hub_ids_go_to_the_hub_with_subset_and_split(monkeypatch):
     (rows,) = read("someone/some-set:easy#2")
     assert asked == [("someone/some-set", "easy", "train")]
     assert len(rows.rows) == 2 and rows.place(0).startswith("someone/some-set:easy, row ")
+    read("someone/some-set:easy@validation#2")
+    read("someone/some-set@test")
+    assert asked[1:] == [
+        ("someone/some-set", "easy", "validation"),
+        ("someone/some-set", None, "test"),
+    ]
 
 
 def test_hub_failures_are_one_line_with_what_to_do(monkeypatch):
