@@ -98,6 +98,7 @@ def estimate_memory(
     state_dtype: str = "fp32",
     optimizer: str = "adamw_torch",
     dora: bool = False,
+    ema: bool = False,
     compiled: bool = False,
     accumulates: bool = False,
 ) -> MemoryEstimate:
@@ -114,12 +115,17 @@ def estimate_memory(
     moments = MOMENTS.get(optimizer, 2.0)
     fixed = _without_tokens(meta, hardware, layers, c, compute_dtype, backend, tuner, lora_rank)
     fixed = replace(fixed, optimizer=fixed.optimizer * moments / 2)
+    if ema:  # an FP32 copy of what is trained
+        copies = {"full": meta.total_params * 4, "freeze": _trained(layers) * 4}
+        held = copies[tuner] / GIB if tuner in copies else fixed.adapters
+        fixed = replace(fixed, optimizer=fixed.optimizer + held)
     if dora:  # one weight, and with its update, in FP32
         largest = max((_size(layer) / layer.count for layer in layers if layer.lora), default=0)
         fixed = replace(fixed, workspace=fixed.workspace + 2 * 4 * largest / GIB)
     if master_weights:
         trained = meta.total_params if tuner == "full" else _trained(layers)
-        fixed = replace(fixed, optimizer=trained * MASTER_BYTES[state_dtype] / GIB)
+        states = trained * (MASTER_BYTES[state_dtype] + (4 if ema else 0))
+        fixed = replace(fixed, optimizer=states / GIB)
     job = Job(
         c=c,
         device=hardware.device,

@@ -211,6 +211,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         state_dtype=config.optim.state_dtype,
         optimizer=config.optim.name,
         dora=config.use_dora,
+        ema=config.train.ema_decay > 0,
         fused_loss=loss.fused,
         compiled=fusion.compiled,
         accumulates=config.gradient_accumulation_steps > 1,

@@ -52,6 +52,11 @@ def tuning_notes(config: Config, *, fp8: bool, trains_bf16: bool) -> list[str]:
             f"optim.name={config.optim.name} steps BF16 weights without FP32 masters, which are "
             "AdamW's: updates below half a BF16 step are lost; LoRA's adapters are FP32 anyway"
         )
+    if config.train.ema_decay:
+        notes.append(
+            f"train.ema_decay={config.train.ema_decay:g}: evaluated, saved and exported is the "
+            "average of the trained weights, an FP32 copy of them"
+        )
     if config.optim.name == "muon":
         rest = "everything else" if config.tuner == "full" else "what is no matrix"
         notes.append(f"optim.name=muon steps matrices of layers; AdamW steps {rest}")

@@ -243,6 +243,9 @@ class TrainConfig:
     """Optimizer steps between evaluations; 0 evaluates at the end only."""
     save_steps: NonNegative = 100
     """Optimizer steps between checkpoints; 0 saves at the end only."""
+    ema_decay: BelowOne = 0.0
+    """Average the trained weights with this decay (0.999 is usual); the average is what is
+    evaluated, saved and exported. 0 keeps none."""
     early_stopping_patience: NonNegative = 0
     """End the run after so many evaluations without a lower loss; 0 never."""
     save_total_limit: Positive = 2

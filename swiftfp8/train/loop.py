@@ -22,6 +22,7 @@ from swiftfp8.config.schema import Config
 from swiftfp8.errors import RunFailed
 from swiftfp8.plan import Plan
 from swiftfp8.train import checkpoint as store
+from swiftfp8.train.average import WeightAverage, take_weights
 from swiftfp8.train.guard import find_fault
 from swiftfp8.train.masters import MasterAdamW, drop_masters
 from swiftfp8.train.metrics import Meter, Progress, RunLog
@@ -66,6 +67,10 @@ class FP8Trainer(transformers.Trainer):
         self._window: Sums = {}  # of the objective, since the counters were last written down
         self.last_eval: tuple[int, float] | None = None  # step, loss
         super().__init__(**kwargs)
+        decay = session.config.train.ema_decay
+        self.average = WeightAverage(self.model.parameters(), decay) if decay else None
+        if self.average is not None:
+            self.add_callback(self.average)
         if session.objective is not None:
             self.model_accepts_loss_kwargs = True  # our loss is divided by the step's rows already
         self.remove_callback(transformers.PrinterCallback)
@@ -217,6 +222,7 @@ class FP8Trainer(transformers.Trainer):
             session.meter.paused(),
             torch.random.fork_rng(devices),
             _scaling_kept(self.model),
+            self._averaged(),
             torch.no_grad(),
         ):
             for inputs in self.get_eval_dataloader(eval_dataset):
@@ -247,6 +253,9 @@ class FP8Trainer(transformers.Trainer):
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.average is None else self.average.applied()
 
     def _measured(self, sums: Sums) -> dict[str, float]:
         """An objective's metrics of what all processes counted."""
@@ -378,7 +387,10 @@ class FP8Trainer(transformers.Trainer):
 
     def _fill(self, folder: Path) -> None:
         plan, tokenizer = self.session.plan, self.session.tokenizer
-        save_weights(self.model, tokenizer, folder, inject.plain_state_dict, plan)
+        with self._averaged():
+            save_weights(self.model, tokenizer, folder, inject.plain_state_dict, plan)
+        if self.average is not None:
+            self.average.save(folder)
         padding = getattr(self.session.tokenizer, "pad_token_id", None)
         write_task_file(folder, self.session.plan, padding)
         scaling = inject.scaling_state(self.model)
@@ -395,6 +407,11 @@ class FP8Trainer(transformers.Trainer):
         load_weights(
             self.model, folder, inject.plain_state_dict, inject.load_plain_state_dict, plan
         )
+        note = self.session.display.note
+        if self.average is not None and not self.average.load(folder):
+            note("the checkpoint has no average of weights: it begins here (train.ema_decay)")
+        elif self.average is None and take_weights(self.model.parameters(), folder):
+            note("the checkpoint's average of weights is not kept up (train.ema_decay=0)")
         recipe = self.session.plan.recipe
         if (folder / "scaling.pt").exists():
             if recipe is None or recipe.recipe != "fp8_delayed":

@@ -128,3 +128,12 @@ def test_the_memory_estimate_follows_the_optimizer():
     assert states("lion") == pytest.approx(weights)
     assert states("adamw_torch") == pytest.approx(5 * weights)  # with masters
     assert states("adafactor") == 0
+
+
+@pytest.mark.parametrize("tuner", ["lora", "freeze", "full"])
+def test_an_average_of_the_weights_takes_four_bytes_a_trained_parameter(tuner):
+    plain = plan_for("h200", qwen_7b(), tuner=tuner)
+    plan = plan_for("h200", qwen_7b(), tuner=tuner, train={"ema_decay": 0.999})
+    states = {"lora": 2, "freeze": 2.5, "full": 2.5}[tuner]  # of four bytes, masters' halves too
+    assert plan.memory.optimizer == pytest.approx(plain.memory.optimizer * (1 + 1 / states))
+    assert any("train.ema_decay=0.999" in note for note in plan.notes)
