@@ -53,7 +53,7 @@ def fit_rows(
             truncated += 1
         learned = [piece for piece in pieces if np.any(piece[1][1:] != MASKED)]
         kept += learned  # of the others nothing is learned: nothing predicts the first token
-        whole = labels[0] != MASKED
+        whole = bool(len(labels)) and labels[0] != MASKED
         lost = len(pieces) - len(learned) if whole or not learned else 0
         if lost:
             dropped[f"no token to learn within max_length={limit}"] += lost if whole else 1

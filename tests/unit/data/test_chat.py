@@ -271,6 +271,13 @@ def test_loss_scale_chooses_the_trained_turns(tokenizer, scale, expected):
     assert trained_runs(tokenizer, labels) == expected
 
 
+def test_a_row_whose_only_answer_is_an_empty_thought_is_dropped(tokenizer):
+    tokenizer.chat_template = CHATML
+    rows = [chat("q", "<think>\n\n</think>\n\n"), chat("q", "a")]
+    fitted = tokenize(tokenizer, *rows, loss_scale="ignore_empty_think").fitted
+    assert len(fitted.pairs) == 1 and sum(fitted.dropped.values()) == 1
+
+
 def test_other_tasks_refuse_what_only_conversations_have():
     data = {"loss_scale": "all", "truncation": "left"}
     problems = task_problems(Config(task="dpo", data=data))
