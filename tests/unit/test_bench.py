@@ -97,10 +97,17 @@ def test_what_a_process_says_when_it_fails_is_the_reason(
 
 
 @pytest.mark.parametrize(
-    "options, said",
-    [({"tuner": "freeze"}, "freeze"), ({"optim": {"name": "lion"}}, "no optimizer lion")],
+    ("options", "said"),
+    [
+        ({"optim": {"name": "lion"}}, "optim.name=lion"),
+        ({"lora_plus_ratio": 16.0}, "lora_plus_ratio"),
+        ({"task": "dpo"}, "not in dpo"),
+    ],
 )
-def test_a_peer_that_would_train_otherwise_is_skipped(options: Any, said: str) -> None:
+def test_a_peer_that_would_train_otherwise_is_skipped(
+    options: Any, said: str, tmp_path: Path
+) -> None:
+    from swiftfp8.bench_peers import train_peer
+
     with pytest.raises(SwiftFP8Error, match=said):
-        module._require_peer(Config(**options))
-    module._require_peer(Config(optim={"name": "adafactor"}))
+        train_peer(Config(**options), tmp_path, warmup=1, compiled=False)
