@@ -38,7 +38,7 @@ DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 MOST_ROWS = 2**20
 # States of a trained parameter, in its own dtype's size, where they are not Adam's two; Adafactor's
 # are a matrix's rows and columns.
-MOMENTS = {"adafactor": 0.0, "lion": 1.0, "muon": 1.0, "adamw_8bit": 0.5}
+MOMENTS = {"adafactor": 0.0, "lion": 1.0, "muon": 1.0}
 MASTER_BYTES = {"fp32": 4 + 4 + 2, "bf16": 2 + 2 + 2}  # two moments, a master's remainder
 # What the framework takes beside tensors: CUDA context and cuBLAS, or Python and its libraries.
 WORKSPACE_GIB = {"cuda": 0.75, "cpu": 0.5}
@@ -113,6 +113,8 @@ def estimate_memory(
     """
     c = DTYPE_BYTES[compute_dtype]
     moments = MOMENTS.get(optimizer, 2.0)
+    if optimizer == "adamw_8bit":  # a byte each, whatever the weight is in
+        moments = 2 / (4 if tuner == "lora" or compute_dtype == "fp16" else c)
     fixed = _without_tokens(meta, hardware, layers, c, compute_dtype, backend, tuner, lora_rank)
     fixed = replace(fixed, optimizer=fixed.optimizer * moments / 2)
     if ema:  # an FP32 copy of what is trained

@@ -116,7 +116,9 @@ def test_an_automatic_learning_rate_is_said(options, rate):
     assert any(note.startswith(f"learning_rate=auto took {rate}") for note in notes)
 
 
-def test_the_memory_estimate_follows_the_optimizer():
+def test_the_memory_estimate_follows_the_optimizer(monkeypatch):
+    monkeypatch.setattr("swiftfp8.tuning.find_spec", lambda name: object())
+
     def states(name: str) -> float:
         plan = plan_for("h200", qwen_7b(), tuner="full", optim={"name": name})
         if name != "adamw_torch":
@@ -128,6 +130,7 @@ def test_the_memory_estimate_follows_the_optimizer():
     assert states("lion") == pytest.approx(weights)
     assert states("adamw_torch") == pytest.approx(5 * weights)  # with masters
     assert states("adafactor") == 0
+    assert states("adamw_8bit") == pytest.approx(weights)  # two bytes, as a BF16 weight has
 
 
 @pytest.mark.parametrize("tuner", ["lora", "freeze", "full"])
