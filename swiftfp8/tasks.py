@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 TASK_FILE = "swiftfp8_task.json"  # beside the weights of a checkpoint and of an export
 WITHOUT_REFERENCE = ("orpo", "simpo")  # losses of task=dpo that compare with no other model
+# Options of `rlhf` that a single loss of `task=dpo` reads.
+_READ_BY = {
+    "label_smoothing": "simpo",
+    "simpo_gamma": "simpo",
+    "cpo_alpha": "simpo",
+    "desirable_weight": "kto",
+    "undesirable_weight": "kto",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +141,22 @@ def uses_reference(config: Config) -> bool:
     return config.task == "dpo" and config.rlhf.loss_type not in WITHOUT_REFERENCE
 
 
+def _unread_options(config: Config) -> list[SwiftFP8Error]:
+    """Options of another preference loss, which would change nothing without a word."""
+    if config.task != "dpo":
+        return []
+    asked, usual = config.rlhf, type(config.rlhf)()
+    return [
+        SwiftFP8Error(
+            f"rlhf.{name} is read by rlhf.loss_type={reader} alone, not by {asked.loss_type}",
+            where=f"rlhf.{name}={getattr(asked, name):g}",
+            fix=f"leave it out, or set rlhf.loss_type={reader}",
+        )
+        for name, reader in _READ_BY.items()
+        if reader != asked.loss_type and getattr(asked, name) != getattr(usual, name)
+    ]
+
+
 def task_problems(config: Config) -> list[SwiftFP8Error]:
     """Combinations that can't work, each with the way out."""
     task, problems = TASKS[config.task], []
@@ -172,6 +196,7 @@ def task_problems(config: Config) -> list[SwiftFP8Error]:
                 fix="set precision.head=bf16",
             )
         )
+    problems += _unread_options(config)
     unused = [name for name in ("num_labels", "problem_type") if getattr(config, name) is not None]
     if unused and config.task != "seq_cls":
         problems.append(

@@ -34,6 +34,12 @@ def classifier():
         ({"task": "dpo", "num_labels": 2}, "no labels of its own", "task=seq_cls"),
         ({"problem_type": "regression"}, "no labels of its own", "task=seq_cls"),
         ({"task": "dpo", "precision": {"head": "fp8"}}, "an FP8 head runs", "head=bf16"),
+        ({"task": "dpo", "rlhf": {"label_smoothing": 0.1}}, "not by sigmoid", "loss_type=simpo"),
+        (
+            {"task": "dpo", "rlhf": {"loss_type": "ipo", "desirable_weight": 2.0}},
+            "not by ipo",
+            "loss_type=kto",
+        ),
     ],
 )
 def test_combinations_that_can_not_work(options, what, fix):
