@@ -100,6 +100,7 @@ class LoraPrecisionLinear(PeftLinear):
         base = self.get_base_layer()
         with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
             norm = torch.addmm(_seen_weight(base), b, a, alpha=scaling).norm(dim=1)
+            norm = norm.where(norm > 0, 1.0)  # a row of zeros (padding) has no direction
         factor = (self.lora_magnitude_vector[name].weight / norm).to(y.dtype)
         if base.bias is None:
             return y * factor

@@ -50,7 +50,8 @@ class LoraUpdate:
             return weight
         length: Tensor = weight.to(torch.float64).norm(dim=1, keepdim=True)
         wanted = self.magnitude_N[start:stop, None].to(stored.device, torch.float64)
-        scaled: Tensor = weight.to(torch.float64) * (wanted / length)
+        # A row of zeros has no direction, and stays one.
+        scaled: Tensor = weight.to(torch.float64) * (wanted / length.where(length > 0, 1.0))
         return scaled.to(torch.float32)
 
     def rows(self, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:

@@ -12,6 +12,8 @@ from peft import PeftModel
 from train_kit import make_config, make_model, train
 
 from swiftfp8.adapters.lora import LoraPrecisionLinear
+from swiftfp8.export.checkpoint_io import CheckpointReader
+from swiftfp8.export.merge import MergedCheckpoint, load_adapter
 from swiftfp8.inject import inject_precision
 from swiftfp8.plan import RecipeOptions
 from swiftfp8.precision import torch_native
@@ -71,6 +73,25 @@ def test_on_fp8_it_goes_by_the_dequantized_weight(backend):
     # The torch backend multiplies LoRA's inputs as it rounded them.
     error = (layer(x) - expected).norm() / expected.norm()
     assert error < (1e-5 if backend == "emulated" else 0.02)
+
+
+def test_a_row_of_zeros_stays_one(tmp_path):
+    """Padded weights have such rows: a length over itself would be 0 / 0."""
+    base = tiny_llama()
+    with torch.no_grad():
+        base.model.layers[0].mlp.up_proj.weight[3] = 0
+    base.save_pretrained(tmp_path / "base")
+    model = adapted(base, None)
+    loss = model(**batch()).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert gradients and all(torch.isfinite(gradient).all() for gradient in gradients)
+    model.save_pretrained(tmp_path / "adapter")
+    reader = CheckpointReader(tmp_path / "base")
+    merged = MergedCheckpoint(reader, load_adapter(tmp_path / "adapter"))
+    rows = merged.rows("model.layers.0.mlp.up_proj.weight")
+    assert torch.isfinite(rows).all() and not rows[3].any()
 
 
 def test_it_trains_lengths_too_and_resumes_exactly(tmp_path):
