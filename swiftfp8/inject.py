@@ -144,7 +144,9 @@ def enable_gradient_checkpointing(model: nn.Module, plan: Plan) -> None:
     An FP8 layer is recomputed under the recipe that it ran with.
     """
     if plan.gradient_checkpointing == "selective" and plan.backend != "torch":
-        function = selective_checkpoint(plan.lora.rank if plan.lora else 0)
+        rank = plan.lora.rank if plan.lora else 0
+        ranks = [layer.lora_rank or rank for layer in plan.layers if layer.lora]
+        function = selective_checkpoint(max(ranks, default=0))
     else:
         function = find_backend(plan.backend).checkpoint(plan.recipe)
     switched = 0

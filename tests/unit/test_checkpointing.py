@@ -129,14 +129,21 @@ def one_step(
     return loss.item(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.parametrize("rank", [8, 16])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_matmuls_run_again_under_full_alone(mode: str) -> None:
-    """Counted on a linear with LoRA: its base, its A, its B."""
+def test_matmuls_run_again_under_full_alone(mode: str, rank: int) -> None:
+    """Counted on a linear with LoRA: its base, its A, its B; its rank may be by a pattern."""
     model = tiny_llama(hidden=64)
     plan = plan_by_hand(
         model, recipe=None, backend=None, gradient_checkpointing=mode, targets=(
             "model.layers.0.mlp.up_proj",)
     )  # fmt: skip
+    assert plan.lora is not None
+    plan = replace(
+        plan,
+        lora=replace(plan.lora, rank_pattern=(("up_proj", rank),)),
+        layers=tuple(replace(x, lora_rank=rank) if x.lora else x for x in plan.layers),
+    )
     model = inject_precision(model, plan, "cpu").train()
     counter = _CountMatmuls()
     with counter:
