@@ -226,12 +226,11 @@ class _Encoder:
         """Ids and labels: the batch's texts, then its conversations."""
         pairs = [self._whole(ids) for ids in encoded.texts]
         for (text, spans, where), chars in zip(batch.chats, encoded.chats, strict=True):
-            if isinstance(chars, Words):
-                ranges = chars.token_ranges(spans)
-                if ranges is None:  # a turn begins or ends within a word
-                    (chars,) = self._encode([text])
+            ranges = chars.token_ranges(spans) if isinstance(chars, Words) else None
+            if ranges is None and isinstance(chars, Words):  # a turn begins or ends within a word
+                (chars,) = self._encode([text])
             view = _View(ids=chars.ids, chars=chars, text=text)
-            if not isinstance(chars, Words):
+            if ranges is None:
                 ranges = [view.token_range(span) for span in spans]
             pairs.append(self._mask(view, spans, ranges, where))
         return pairs

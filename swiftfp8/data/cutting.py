@@ -39,7 +39,7 @@ class Cutter:
 def can_cut(pattern: str) -> bool:
     """Whether the expression is one that `Cutter` takes: known here, and without groups."""
     try:
-        return regex.compile(pattern).groups == 0
+        return bool(regex.compile(pattern).groups == 0)
     except regex.error:
         return False
 
@@ -63,7 +63,8 @@ def _compile(pattern: str, safe: str | None) -> re.Pattern[str]:
     try:
         return re.compile(pattern if safe is None else _spelled(pattern, safe))
     except (re.error, ValueError):
-        return regex.compile(pattern)
+        compiled: re.Pattern[str] = regex.compile(pattern)
+        return compiled
 
 
 def _spelled(pattern: str, safe: str) -> str:

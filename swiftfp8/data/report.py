@@ -100,8 +100,8 @@ def _part_lines(name: str, part: PartReport) -> list[str]:
     ]
     lines += [source.line() for source in part.sources]
     if part.mixed:
-        counts = ", ".join(f"{entry} {number:,}" for entry, number in part.mixed.items())
-        lines.append(f"  mixed by data.interleave_prob ({part.stop}): {counts} rows")
+        given = ", ".join(f"{entry} {number:,}" for entry, number in part.mixed.items())
+        lines.append(f"  mixed by data.interleave_prob ({part.stop}): {given} rows")
     if part.packs:
         full = part.tokens / (part.packs * part.pack_capacity)
         lines.append(

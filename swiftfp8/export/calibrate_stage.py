@@ -105,7 +105,7 @@ def read_calibration_rows(
         config.template,
         config.trust_remote_code,
     )
-    data = replace(config.data, truncation="right", interleave_prob=())
+    data = replace(config.data, truncation="right", interleave_prob=[])
     reading = replace(
         config,
         dataset=list(entries),

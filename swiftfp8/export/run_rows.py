@@ -90,7 +90,7 @@ def _tokenized(
         val_dataset=[],
         split_dataset_ratio=config.split_dataset_ratio if split else 0.0,
         packing=False,
-        data=replace(config.data, truncation="right", interleave_prob=()),
+        data=replace(config.data, truncation="right", interleave_prob=[]),
     )
     datasets = load_datasets(reading, tokenizer, 1)
     found = datasets.eval if split else datasets.train
