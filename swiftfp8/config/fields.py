@@ -150,8 +150,9 @@ def _kind(inner: Any, metadata: list[Any]) -> tuple[Any, str, tuple[str, ...]]:
         choices = tuple(str(arg) for arg in get_args(inner))
         return "choice", "one of " + ", ".join(choices), choices
     if get_origin(inner) is list:
-        text = "list of texts" if get_args(inner) == (str,) else "list of whole numbers"
-        return "names", text, ()
+        item, _, _ = _unwrap(get_args(inner)[0], [])
+        kinds: dict[Any, str] = {str: "texts", int: "whole numbers", float: "numbers"}
+        return "names", f"list of {kinds[item]}", ()
     if get_origin(inner) is dict:
         value = get_args(inner)[1]
         return "mapping", f"mapping of text to {'text' if value is str else 'number'}", ()

@@ -3,6 +3,7 @@ from collections import Counter
 
 import pytest
 
+from swiftfp8.config.fields import field_docs
 from swiftfp8.config.schema import Config
 from swiftfp8.data.chat import Example
 from swiftfp8.data.dataset import check_rows, load_datasets
@@ -69,3 +70,11 @@ def test_a_share_for_each_entry_or_none(files, tokenizer):
     for use in (lambda: load_datasets(config, tokenizer, 1), lambda: check_rows(config)):
         with pytest.raises(SwiftFP8Error, match="1 shares for 2 data sets"):
             use()
+
+
+def test_lists_say_what_they_hold():
+    docs = field_docs()
+    kinds = {"data.interleave_prob": "numbers", "export.tp": "whole numbers", "dataset": "texts"}
+    assert {key: docs[key].type_text for key in kinds} == {
+        key: f"list of {kind}" for key, kind in kinds.items()
+    }
