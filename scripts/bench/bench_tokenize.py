@@ -35,7 +35,6 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, nargs="*", default=[])
     parser.add_argument("--mb", type=float, default=20.0, help="size of each file")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--num-proc", type=int, default=None, help="data.num_proc")
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
@@ -52,12 +51,11 @@ def main() -> None:
                 if not path.exists():
                     write_rows(path, KINDS[kind](paragraphs), int(args.mb * 1e6))
                 tokenizer = AutoTokenizer.from_pretrained(place)
-                print(measure(path, kind, place.name, tokenizer, args.num_proc), flush=True)
+                print(measure(path, kind, place.name, tokenizer), flush=True)
 
 
-def measure(path: Path, kind: str, name: str, tokenizer: Any, processes: int | None) -> str:
-    data = {} if processes is None else {"num_proc": processes}
-    config = Config(dataset=str(path), max_length=4096, data=data)
+def measure(path: Path, kind: str, name: str, tokenizer: Any) -> str:
+    config = Config(dataset=str(path), max_length=4096)
     began, before = time.perf_counter(), os.times()
     loaded = load_datasets(config, tokenizer, 1)
     wall, after = time.perf_counter() - began, os.times()

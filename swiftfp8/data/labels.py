@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,7 @@ def _names(labels: Sequence[Any]) -> list[str]:
             fix="rename the label's column, as data.columns={NAME: label}, or set "
             "problem_type=regression",
         )
-    whole = all(name.lstrip("-").isdigit() for name in found)
+    whole = all(re.fullmatch("-?[0-9]+", name) for name in found)  # isdigit takes "²", too
     return sorted(found, key=lambda name: (int(name), name)) if whole else sorted(found)
 
 

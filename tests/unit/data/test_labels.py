@@ -31,6 +31,7 @@ def head_of(tmp_path):
         ([True, False], SINGLE, ("false", "true")),
         ([["a", "b"], [], ["c"]], MULTI, ("a", "b", "c")),
         ([["a"], "b"], MULTI, ("a", "b")),
+        (["²", "--3", "1"], SINGLE, ("--3", "1", "²")),
         ([0.5, 2, 1], "regression", ("value",)),
         (["1.5", "2"], "regression", ("value",)),
         ([1.0, 2.0], "regression", ("value",)),
