@@ -11,4 +11,5 @@ ruff check .
 ruff format --check .
 mypy
 # Two workers with a thread each: the models in the tests are too small to use more.
-python -m pytest -n 2 --durations=10 "$@"
+# In small portions: integration tests take seconds each and stand side by side.
+python -m pytest -n 2 --maxschedchunk 4 --durations=10 "$@"
