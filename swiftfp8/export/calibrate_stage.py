@@ -21,6 +21,7 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.calibrate import WINDOW, Calibration, calibrate, calibration_text
 from swiftfp8.export.clock import Clock
 from swiftfp8.export.layout import Layout
+from swiftfp8.export.locate import tokenizer_dir
 from swiftfp8.export.source import Source
 from swiftfp8.export.staging import check_space
 
@@ -98,7 +99,7 @@ def read_calibration_rows(
     tokenizer = load_tokenizer(
         ModelSource(
             name=model_dir.name,
-            path=_tokenizer_dir(model_dir, adapter_dir),
+            path=tokenizer_dir(model_dir, adapter_dir),
             family=family_of(read_config_json(model_dir)),
             origin=str(model_dir),
         ),
@@ -143,13 +144,6 @@ def _require_other_text(entries: Sequence[str], judged: Sequence[str]) -> None:
             where="export.calibration_dataset, export.fidelity_dataset",
             fix="hold out other text for export.fidelity_dataset",
         )
-
-
-def _tokenizer_dir(model_dir: Path, adapter_dir: Path | None) -> Path:
-    """The run's tokenizer, which may have a chat template that the base lacks; else the base's."""
-    if adapter_dir and (adapter_dir / "tokenizer_config.json").is_file():
-        return adapter_dir
-    return model_dir
 
 
 def _longest(source: Source) -> int:

@@ -34,6 +34,13 @@ def locate_run(run_dir: Path, checkpoint: str | None = None) -> tuple[Path, Path
     )
 
 
+def tokenizer_dir(model_dir: Path, adapter_dir: Path | None) -> Path:
+    """The run's tokenizer, which may have a chat template that the base lacks; else the base's."""
+    if adapter_dir and (adapter_dir / "tokenizer_config.json").is_file():
+        return adapter_dir
+    return model_dir
+
+
 def _checkpoint(run_dir: Path, name: str | None) -> Path:
     if name is None:
         for link in ("best", "last"):

@@ -16,6 +16,7 @@ import torch
 
 from swiftfp8.config.schema import Config
 from swiftfp8.export.judge import Row
+from swiftfp8.export.locate import tokenizer_dir
 
 _OF_WORDS = ("sft", "pretrain")
 _SAMPLE = 256  # training rows per entry of `dataset`: more than the judges look at
@@ -52,7 +53,7 @@ def read_run_rows(config: Config, model_dir: Path, adapter_dir: Path | None) -> 
         return RunRows(missing="no rows are known (a run has its own)")
     if clash:
         return RunRows(missing="the run's rows chose the rounding, so they can't judge it")
-    rows = _tokenized(config, entries, model_dir, _tokenizer_dir(model_dir, adapter_dir))
+    rows = _tokenized(config, entries, model_dir, tokenizer_dir(model_dir, adapter_dir))
     return RunRows(rows=rows, kind=kind)
 
 
@@ -99,13 +100,6 @@ def _tokenized(
         Row(ids_T=torch.tensor(row["input_ids"]), labels_T=torch.tensor(row["labels"]))
         for row in (found[index] for index in range(len(found)))
     ]
-
-
-def _tokenizer_dir(model_dir: Path, adapter_dir: Path | None) -> Path:
-    """The run's tokenizer, which may have a chat template that the base lacks; else the base's."""
-    if adapter_dir and (adapter_dir / "tokenizer_config.json").is_file():
-        return adapter_dir
-    return model_dir
 
 
 def _sampled(entry: str) -> str:

@@ -40,11 +40,6 @@ def _turned(w8_NK: torch.Tensor, kernel: Any) -> torch.Tensor:
     return out.view(w8_NK.dtype)
 
 
-def cast_transpose(x_TC: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """e4m3 of (x / scale)ᵀ, [C, T]; `scale` is one float32 value, amax / 448."""
-    return _cast_turned(x_TC, scale, _cast_transpose)
-
-
 def _cast_turned(x_TC: torch.Tensor, scale: torch.Tensor, kernel: Any) -> torch.Tensor:
     if not runs_triton(x_TC):
         scaled = (x_TC.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)
@@ -66,7 +61,7 @@ def transpose8_op(w8_NK: torch.Tensor) -> torch.Tensor:
 
 @torch.library.triton_op("swiftfp8::cast_transpose", mutates_args={})
 def cast_transpose_op(x_TC: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`cast_transpose` for code that is compiled, which launches the kernel by itself."""
+    """e4m3 of (x / scale)ᵀ, [C, T]; `scale` is one float32 value, amax / 448."""
     return _cast_turned(x_TC, scale, _traced(_cast_transpose))
 
 
