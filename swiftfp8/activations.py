@@ -71,7 +71,7 @@ class Job:
     max_length: int
     attn_implementation: str
     packing: bool
-    trained: bool
+    trained_head: bool = False
     compiled: bool = False
 
 
@@ -110,14 +110,14 @@ def logit_bytes(meta: ModelMeta, layers: Sequence[LayerPlan], job: Job, tokens: 
     if not job.fused_loss:
         return float(meta.vocab_size * LOGIT_BYTES * tokens)
     elements = CHUNK_ELEMENTS[job.device]
-    if job.trained and job.device == "cuda":
+    if job.trained_head and job.device == "cuda":
         elements *= TRAINED_HEAD_CHUNK
     rows = min(tokens, chunk_rows(meta.vocab_size, elements))
     chunk = float(rows * meta.vocab_size * (job.c if job.device == "cuda" else CPU_CHUNK_BYTES))
     weight = meta.vocab_size * meta.hidden_size
     if fp8_head(meta, layers) is not None:  # gradients as FP8 rows, and the transposed weight
         chunk += rows * meta.vocab_size + weight
-    if job.trained:  # its gradient is summed in FP32, then scaled in another copy
+    if job.trained_head:  # its gradient is summed in FP32, then scaled in another copy
         chunk += 8 * weight
     return chunk
 

@@ -133,6 +133,11 @@ def set_fp8_enabled(model: nn.Module, on: bool) -> None:
         module.enabled = on
 
 
+def fp8_enabled(model: nn.Module) -> bool:
+    """Whether converted linears run in FP8 now."""
+    return any(module.enabled for _, module in precision_linears(model))
+
+
 def forward_context(plan: Plan) -> AbstractContextManager[Any]:
     """What a forward pass has to run in: one for each micro-batch, backward may lie outside."""
     return find_backend(plan.backend).context(plan.recipe)

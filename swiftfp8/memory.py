@@ -38,7 +38,7 @@ DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 MOST_ROWS = 2**20
 # States of a trained parameter, in its own dtype's size, where they are not Adam's two; Adafactor's
 # are a matrix's rows and columns.
-MOMENTS = {"adafactor": 0.0, "lion": 1.0, "muon": 1.0}
+MOMENTS = {"adafactor": 0.0, "lion": 1.0}
 MASTER_BYTES = {"fp32": 4 + 4 + 2, "bf16": 2 + 2 + 2}  # two moments, a master's remainder
 # What the framework takes beside tensors: CUDA context and cuBLAS, or Python and its libraries.
 WORKSPACE_GIB = {"cuda": 0.75, "cpu": 0.5}
@@ -113,6 +113,8 @@ def estimate_memory(
     """
     c = DTYPE_BYTES[compute_dtype]
     moments = MOMENTS.get(optimizer, 2.0)
+    if optimizer == "muon":  # AdamW, with its two, steps what is no matrix of a layer
+        moments = 2.0 - _muon_share(meta, layers, tuner, lora_rank)
     if optimizer == "adamw_8bit":  # a byte each, whatever the weight is in
         moments = 2 / (4 if tuner == "lora" or compute_dtype == "fp16" else c)
     fixed = _without_tokens(meta, hardware, layers, c, compute_dtype, backend, tuner, lora_rank)
@@ -139,7 +141,7 @@ def estimate_memory(
         max_length=max_length,
         attn_implementation=attn_implementation,
         packing=packing,
-        trained=tuner != "lora",
+        trained_head=_trains_head(meta, layers, tuner),
         compiled=compiled,
     )
     count = count_activations(meta, layers, job)
@@ -187,11 +189,7 @@ def _without_tokens(
     """The parts that do not grow with the batch; activations and logits are left at 0."""
     fp8 = [layer for layer in layers if layer.precision in ALL_FP8]
     fp8_params = sum(_size(layer) for layer in fp8)
-    adapter_params = sum(
-        (layer.lora_rank or lora_rank) * (layer.in_features + layer.out_features) * layer.count
-        for layer in layers
-        if layer.lora
-    )
+    adapter_params = sum(_adapter_size(layer, lora_rank) for layer in layers if layer.lora)
     if tuner == "lora":  # modules_to_save: a second, trained copy
         adapter_params += sum(_size(layer) for layer in layers if layer.trainable)
     transposes = _transpose_bytes(fp8, hardware, tuner) if backend == "te" else 0
@@ -229,9 +227,31 @@ def _without_tokens(
     )
 
 
+def _muon_share(meta: ModelMeta, layers: Sequence[LayerPlan], tuner: str, lora_rank: int) -> float:
+    """Share of the trained parameters that Muon steps: matrices of layers, A and B among them."""
+    inside = {linear.name for linear in meta.linears if linear.layer is not None}
+    whole = {x.name: _size(x) for x in layers if x.trainable}
+    adapters = {x.name: _adapter_size(x, lora_rank) for x in layers if x.lora}
+    matrices = sum(
+        size for part in (whole, adapters) for name, size in part.items() if name in inside
+    )
+    total = sum(whole.values()) + sum(adapters.values())
+    return matrices / max(1, meta.total_params if tuner == "full" else total)
+
+
+def _trains_head(meta: ModelMeta, layers: Sequence[LayerPlan], tuner: str) -> bool:
+    """Whether the output head's gradient is made in the loss."""
+    heads = {linear.name for linear in meta.linears if linear.kind == "head"}
+    return tuner == "full" or any(layer.trainable for layer in layers if layer.name in heads)
+
+
 def _trained(layers: Sequence[LayerPlan]) -> int:
     """Parameters of trained linears."""
     return sum(_size(layer) for layer in layers if layer.trainable)
+
+
+def _adapter_size(layer: LayerPlan, lora_rank: int) -> int:
+    return (layer.lora_rank or lora_rank) * (layer.in_features + layer.out_features) * layer.count
 
 
 def _size(layer: LayerPlan) -> int:

@@ -144,7 +144,7 @@ class LabelCollator:
 
 @dataclass(frozen=True, kw_only=True)
 class PairCollator:
-    """Preference rows to [2B, T]: chosen answers, then rejected ones. `ref_logps` is [2B]."""
+    """Preference rows to [2B, T]: chosen answers, then rejected ones. `ref_logps...` are [2B]."""
 
     padding: Padding
 
@@ -240,7 +240,7 @@ def _above_each_other(
     ids = [row[f"{side}ids"] for side in sides for row in rows]
     labels = [row[f"{side}labels"] for side in sides for row in rows]
     batch = padding.batch(ids, labels)
-    if "ref_logps" in rows[0]:
-        values = np.stack([row["ref_logps"] for row in rows]).T.reshape(-1)
-        batch["ref_logps"] = torch.as_tensor(values, dtype=torch.float32)
+    for name in (name for name in rows[0] if name.startswith("ref_logps")):
+        values = np.stack([row[name] for row in rows]).T.reshape(-1)
+        batch[name] = torch.as_tensor(values, dtype=torch.float32)
     return batch

@@ -23,6 +23,12 @@ _PIPELINES = {
     "reward": "text-classification",
     "embedding": "feature-extraction",
 }
+# Of a checkpoint that no run of ours wrote, by the class that loads it.
+_CLASSES = {
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModel": "feature-extraction",
+}
+_SPEAKS = "text-generation"
 _CHECKS = (
     "reload",
     "against BF16",
@@ -71,12 +77,18 @@ def model_card(report: ExportReport) -> str:
 def _front_matter(report: ExportReport) -> list[str]:
     tags = ["swiftfp8", *(["fp8"] if report.quantized else [])]
     lines = ["---", f"library_name: {'peft' if report.format == 'adapter' else 'transformers'}"]
-    task = report.trained.task if report.trained else "sft"
-    lines += [f"pipeline_tag: {_PIPELINES.get(task, 'text-generation')}"]
+    lines += [f"pipeline_tag: {_pipeline(report)}"]
     if looks_like_id(report.base) and "/" in report.base:
         lines += [f"base_model: {json.dumps(report.base)}"]
     lines += ["tags:", *(f"- {tag}" for tag in tags), "---"]
     return ["\n".join(lines)]
+
+
+def _pipeline(report: ExportReport) -> str:
+    """What a hub files the model under."""
+    if report.trained is not None:
+        return _PIPELINES.get(report.trained.task, _SPEAKS)
+    return _CLASSES.get(report.model_class, _SPEAKS)
 
 
 def _training(report: ExportReport) -> list[str]:
@@ -106,6 +118,8 @@ def _command(report: ExportReport) -> str:
     if report.format == "adapter":
         base = report.base
         return f"vllm serve {base} --enable-lora --lora-modules {name}={name}"
+    if _pipeline(report) != _SPEAKS:
+        return f"vllm serve {name} --runner pooling"
     return f"vllm serve {name}"
 
 

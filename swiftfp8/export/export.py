@@ -29,6 +29,7 @@ from swiftfp8.export.clock import Clock
 from swiftfp8.export.files import copy_companions, has_tokenizer, write_config
 from swiftfp8.export.input_ranges import measure_ranges
 from swiftfp8.export.journal import (
+    JOURNAL_NAME,
     ExportJournal,
     find_unfinished,
     fingerprint,
@@ -72,6 +73,7 @@ from swiftfp8.export.verify import (
     verify_read_back,
     verify_reload,
 )
+from swiftfp8.models.task_model import auto_class_of
 from swiftfp8.registry import discover, unknown
 from swiftfp8.tasks import read_task_file
 
@@ -346,14 +348,18 @@ def _begun(
             overwrite=settings.overwrite,
             needed_bytes=layout.nbytes - (unfinished.nbytes if unfinished else 0),
             adopt=unfinished.directory if unfinished else None,
-            keep=lambda error: settings.resume and is_interruption(error),
+            # Without its journal it is finished and about to get its name: nobody could resume it.
+            keep=lambda error, partial: (
+                settings.resume and is_interruption(error) and (partial / JOURNAL_NAME).exists()
+            ),
         ) as partial,
         ExportJournal(partial, made_of, unfinished) as journal,
     ):
         try:
             yield partial, journal
         except BaseException as error:
-            if settings.resume and is_interruption(error):
+            kept = (partial / JOURNAL_NAME).exists()
+            if settings.resume and is_interruption(error) and kept:
                 context.console.print("what is finished is kept: run the same command again")
             raise
 
@@ -416,6 +422,7 @@ def _report(
         warnings=(),
         run=context.run,
         trained=read_task_file(partial),
+        model_class=auto_class_of(source.layers.config.get("architectures")).__name__,
     )
 
 

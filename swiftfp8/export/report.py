@@ -34,7 +34,8 @@ class ExportReport:
     quantization cost, worst first. Where transformers can't read the format, `reload` is None and
     `read_back` says what was checked in its place; with `export.verify` off both are None.
     `stages` are seconds; `reused` are files that an interrupted export had finished;
-    `kv_scales` are those of an FP8 cache by tensor name. `trained` is None for a language model.
+    `kv_scales` are those of an FP8 cache by tensor name. `trained` is None where nothing says what
+    the model was trained for; `model_class` is the transformers class that loads it.
     """
 
     export_dir: Path
@@ -63,6 +64,7 @@ class ExportReport:
     judgement: Judgement = field(default_factory=Judgement)
     run: RunFacts | None = None
     trained: Trained | None = None
+    model_class: str = "AutoModelForCausalLM"
 
     def to_json(self) -> str:
         """All of it as JSON; paths as text, an infinite SQNR as null."""

@@ -33,12 +33,13 @@ def staged(
     overwrite: bool,
     needed_bytes: int,
     adopt: Path | None = None,
-    keep: Callable[[BaseException], bool] = lambda error: False,
+    keep: Callable[[BaseException, Path], bool] = lambda error, partial: False,
 ) -> Iterator[Path]:
     """Yield the directory to write into; rename it to `target` when the body ends well.
 
     `adopt` is the directory of an earlier attempt, to be used in place of a new one. `keep` says
-    whether to leave the directory for a later attempt, given the error that ended the body.
+    whether to leave the directory for a later attempt, given the error that ended the body and the
+    directory.
 
     Raises:
         SwiftFP8Error: `target` is in use, can't be written, or the disk is or gets full.
@@ -54,7 +55,7 @@ def staged(
         yield partial
         _put_in_place(partial, target)
     except BaseException as error:
-        if not keep(error):
+        if not keep(error, partial):
             shutil.rmtree(partial, ignore_errors=True)
             for parent in created:
                 _remove_empty(parent)
@@ -128,11 +129,12 @@ def _put_in_place(partial: Path, target: Path) -> None:
         os.rename(target, old)
     try:
         os.rename(partial, target)
-    except OSError:
-        if old.exists():
+    except BaseException:  # Ctrl-C too: the old one must not stay under another name
+        if old.exists() and not target.exists():
             os.rename(old, target)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _make_parents(parent: Path) -> list[Path]:

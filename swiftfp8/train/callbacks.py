@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from swiftfp8.config.schema import TrainConfig
+from swiftfp8.train.metrics import Progress
 
 
 class Cadence(TrainerCallback):
@@ -60,34 +61,43 @@ class Cadence(TrainerCallback):
 class EarlyStop(TrainerCallback):
     """Ends the run after `patience` evaluations without a lower loss; 0 never does.
 
-    `losses` are those of the log, oldest first, so that a resumed run counts on.
+    What it counts is the run's `progress`, which a checkpoint carries: a resumed run counts on.
     """
 
     def __init__(
         self,
         patience: int,
         *,
-        losses: Callable[[], list[float | None]],
+        progress: Callable[[], Progress],
         note: Callable[[str], None],
         saves: bool = True,
     ) -> None:
         self._patience = patience
-        self._losses = losses
+        self._progress = progress
         self._note = note
         self._saves = saves
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        metrics: dict[str, float],
+        **_: Any,
     ) -> TrainerControl:
         """Look back; a loss that is no number counts as no lower one."""
-        if not self._patience or state.global_step >= state.max_steps:
-            return control
-        losses = [math.inf if loss is None else loss for loss in self._losses()]
-        since = len(losses) - 1 - losses.index(min(losses))
-        if since >= self._patience:
+        progress, loss = self._progress(), metrics["eval_loss"]
+        lowest = math.inf if progress.lowest_eval is None else progress.lowest_eval
+        if loss < lowest:
+            progress.lowest_eval, progress.evaluations_since = loss, 0
+        else:
+            progress.evaluations_since += 1
+        since = progress.evaluations_since
+        if 0 < self._patience <= since and state.global_step < state.max_steps:
             self._note(
                 f"stopped early at step {state.global_step}: no lower evaluation loss than "
-                f"{min(losses):.4f} in {since} evaluations (train.early_stopping_patience)"
+                f"{lowest:.4f} in {since} evaluations (train.early_stopping_patience)"
             )
             control.should_training_stop = True
             control.should_save = self._saves

@@ -76,6 +76,8 @@ class Progress:
     best_loss: float | None = None
     best_step: int | None = None
     skipped_steps: int = 0  # by FP16's loss scaler, over all sessions
+    lowest_eval: float | None = None  # of all evaluations, those without a checkpoint too
+    evaluations_since: int = 0  # the lowest one
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""

@@ -29,6 +29,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def add_reference(model: Any, datasets: Any, session: Session) -> Any:
     """`datasets` with `ref_logps` [rows, 2] in every part: of both of a row's sequences.
 
+    Where FP8 is switched on later, `ref_logps_high` are those without it, for the steps before.
     The model must be what it is before training. Ctrl-C ends it, as nothing is trained yet.
     """
     parts = {"train": datasets.train, "eval": datasets.eval}
@@ -39,14 +40,29 @@ def add_reference(model: Any, datasets: Any, session: Session) -> Any:
     if known is None:
         count = sum(len(rows) for rows in parts.values())
         session.display.note(f"the reference's log-probabilities of {count:,} rows, computed once")
-        known = {
-            name: _of_rows(model, rows, datasets.collator, session) for name, rows in parts.items()
-        }
+        known = {}
+        for value in _values(session.plan):
+            inject.set_fp8_enabled(model, value != "ref_logps_high")
+            known |= {
+                f"{name} {value}": _of_rows(model, rows, datasets.collator, session)
+                for name, rows in parts.items()
+            }
+        inject.set_fp8_enabled(model, True)
         part = path.with_name(f".tmp-{path.name}")
         save_file(known, str(part), metadata={"mark": mark})
         part.replace(path)
-    added = {name: rows.with_values(ref_logps=known[name].numpy()) for name, rows in parts.items()}
+    added = {
+        name: rows.with_values(
+            **{value: known[f"{name} {value}"].numpy() for value in _values(session.plan)}
+        )
+        for name, rows in parts.items()
+    }
     return replace(datasets, **added)
+
+
+def _values(plan: Plan) -> tuple[str, ...]:
+    late = plan.recipe is not None and plan.start_step > 0
+    return ("ref_logps", "ref_logps_high") if late else ("ref_logps",)
 
 
 def _of_rows(model: Any, rows: Any, collator: Any, session: Session) -> torch.Tensor:
@@ -86,7 +102,8 @@ def _mark(parts: dict[str, Any], plan: Plan) -> str:
             for name, value in sorted(rows[k].items()):
                 digest = zlib.crc32(np.asarray(value).tobytes(), zlib.crc32(name.encode(), digest))
     recipe = plan.recipe.recipe if plan.recipe else "none"
-    return f"{digest:08x} {recipe} {plan.backend} {plan.compute_dtype}"
+    values = " ".join(_values(plan))
+    return f"{digest:08x} {recipe} {plan.backend} {plan.compute_dtype} {values}"
 
 
 def _read(path: Path, mark: str) -> dict[str, torch.Tensor] | None:

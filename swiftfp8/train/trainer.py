@@ -285,9 +285,7 @@ def _train(
             ),
             EarlyStop(
                 config.train.early_stopping_patience,
-                losses=lambda: [
-                    x["eval_loss"] for x in read_log(session.run_dir) if "eval_loss" in x
-                ],
+                progress=lambda: session.meter.progress,
                 note=session.display.note,
                 saves=saves,
             ),

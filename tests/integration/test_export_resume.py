@@ -160,6 +160,19 @@ def test_one_that_stopped_while_it_was_checked_writes_nothing_again(
     assert contents(tmp_path / "export") == contents(tmp_path / "whole")
 
 
+def test_ctrl_c_when_the_journal_is_gone_leaves_nothing_that_nobody_could_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    base = save_model(tmp_path / "base", "llama")
+    monkeypatch.setattr("swiftfp8.export.staging._put_in_place", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export_checkpoint(base, None, tmp_path / "export", replace(SMALL, resume=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
 def test_other_options_or_files_are_refused_by_name(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", "llama")
     target = tmp_path / "export"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -90,6 +91,21 @@ def test_a_reference_computed_before_training(tmp_path, models, tuner):
         )
         usual = losses_of(step_by_step.run_dir)
         assert usual == pytest.approx(losses_of(result.run_dir), abs=1e-5)
+
+
+def test_a_reference_computed_before_fp8_is_switched_on(tmp_path, models):
+    """It is the model without FP8 for the steps before, and with it for those after."""
+    late = {**PRECISIONS["fp8"], "precision": {**PRECISIONS["fp8"]["precision"], "start_step": 4}}
+    brief = {"task": "dpo", "learning_rate": 0.002, "train": {"save_steps": 0, "logging_steps": 1}}
+    found = []
+    for name, known in (("known", True), ("usual", False)):
+        options = {**late, **brief, "rlhf": {"precompute_ref": known}}
+        result, _ = run_task(tmp_path, models["decoder"], "preference", name=name, **options)
+        found.append(losses_of(result.run_dir))
+    known, usual = found
+    assert known[:4] == pytest.approx(usual[:4], abs=1e-6)
+    assert known[4:] == pytest.approx(usual[4:], abs=2e-3)  # FP8's scales go by the whole batch
+    assert known[0] == pytest.approx(math.log(2), abs=1e-7)
 
 
 @pytest.mark.parametrize("loss_type", ["hinge", "ipo", "apo_zero", "apo_down", "orpo", "simpo"])

@@ -166,6 +166,31 @@ def test_full_tuning_pays_for_every_parameter() -> None:
     assert fp8.activations < memory.activations  # inputs are kept in FP8
 
 
+def test_a_frozen_head_has_no_gradient() -> None:
+    fused = {**STEP, "train": {"fused_loss": "on"}, "dtype": "bf16"}
+    lora = plan_for("h200", qwen_7b(), **fused).memory
+    some = plan_for("h200", qwen_7b(), tuner="freeze", **fused).memory
+    assert some.logits == lora.logits
+    head = {"last_layers": 2, "modules": ["lm_head"]}
+    trained = plan_for("h200", qwen_7b(), tuner="freeze", freeze=head, **fused).memory
+    whole = plan_for("h200", qwen_7b(), tuner="full", **fused).memory
+    assert trained.logits == whole.logits > lora.logits
+
+
+def test_muon_leaves_the_rest_to_adamw_with_two_moments() -> None:
+    meta = qwen_7b()
+    memory = plan_for("h200", meta, tuner="full", dtype="bf16", optim={"name": "muon"}).memory
+    matrices = sum(m.in_features * m.out_features for m in meta.linears if m.layer is not None)
+    rest = meta.total_params - matrices
+    assert memory.optimizer * GIB == pytest.approx(2 * (matrices + 2 * rest))
+    lora = plan_for("h200", meta, optim={"name": "muon"}, **STEP).memory
+    assert lora.optimizer == pytest.approx(lora.adapters)
+    head = plan_for(
+        "h200", meta, optim={"name": "muon"}, modules_to_save=["lm_head"], **STEP
+    ).memory
+    assert (head.optimizer - lora.optimizer) * GIB == pytest.approx(8 * 152064 * 3584)
+
+
 def test_fp16_full_tuning_holds_fp32_weights() -> None:
     meta = qwen_half_b()
     memory = plan_for("v100", meta, tuner="full", dtype="fp16").memory

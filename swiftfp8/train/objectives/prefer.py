@@ -2,7 +2,8 @@
 
 Chosen and rejected answers go through the model together. The reference is the same model with its
 adapter off, run before and without a graph, so that its activations are gone when the graph is
-built; or log-probabilities that were computed before training (`ref_logps` of a batch).
+built; or log-probabilities that were computed before training (`ref_logps` of a batch, and
+`ref_logps_high` for the steps before FP8 is switched on).
 """
 
 from __future__ import annotations
@@ -150,8 +151,12 @@ def answer_log_probs(model: Any, batch: Batch) -> torch.Tensor:
 
 def _reference(inner: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's log-probabilities of the batch's two halves, [B] each."""
+    from swiftfp8 import inject
+
     if "ref_logps" in batch:
-        first, second = batch["ref_logps"].chunk(2)
+        # Before FP8 is switched on, the reference is what the model was without it.
+        early = "ref_logps_high" in batch and not inject.fp8_enabled(inner)
+        first, second = batch["ref_logps_high" if early else "ref_logps"].chunk(2)
         return first, second
     assert hasattr(inner, "disable_adapter"), "the plan asks for precompute_ref with tuner=full"
     with as_reference(inner):

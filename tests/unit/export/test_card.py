@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from swiftfp8.config.schema import Config
@@ -107,6 +108,20 @@ def test_a_model_without_a_run_or_a_hub_id() -> None:
     adapter = model_card(report(format="adapter", quantized=0))
     assert front_matter(adapter)["library_name"] == "peft"
     assert "vllm serve Qwen/Qwen3-8B --enable-lora --lora-modules out=out" in adapter
+
+
+@pytest.mark.parametrize(
+    ("model_class", "kind"),
+    [
+        ("AutoModelForSequenceClassification", "text-classification"),
+        ("AutoModel", "feature-extraction"),
+        ("AutoModelForCausalLM", "text-generation"),
+    ],
+)
+def test_a_checkpoint_of_others_is_filed_by_its_class(model_class: str, kind: str) -> None:
+    card = model_card(report(run=None, adapter=None, model_class=model_class))
+    assert front_matter(card)["pipeline_tag"] == kind
+    assert ("--runner pooling" in card) == (kind != "text-generation")
 
 
 def test_facts_of_a_run(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A directory appears whole or not at all."""
 
 import errno
+import os
 from collections import namedtuple
 from pathlib import Path
 
@@ -47,6 +48,25 @@ def test_an_existing_export_is_kept_unless_replaced(tmp_path: Path) -> None:
     assert (target / "config.json").read_text() == "old"
     fill(target, "new", overwrite=True)
     assert (target / "config.json").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+def test_ctrl_c_while_it_gets_its_name_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "export"
+    fill(target, "old")
+    rename = os.rename
+
+    def interrupted(source: Path, destination: Path) -> None:
+        if Path(destination) == target and ".partial-" in Path(source).name:
+            raise KeyboardInterrupt
+        rename(source, destination)
+
+    monkeypatch.setattr(staging.os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fill(target, "new", overwrite=True)
+    assert (target / "config.json").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["export"]
 
 

@@ -146,3 +146,23 @@ def test_a_run_whose_evaluations_get_no_better_ends_early(tmp_path):
     assert result.steps == len(found) < 40
     assert f"stopped early at step {result.steps}" in shown
     assert (tmp_path / f"checkpoint-{result.steps}").is_dir()
+
+
+def test_the_count_of_evaluations_goes_on_in_another_directory(tmp_path):
+    config = make_config(
+        max_steps=40,
+        learning_rate=0.3,
+        train={
+            "eval_steps": 1,
+            "save_steps": 1,
+            "save_total_limit": 40,
+            "early_stopping_patience": 3,
+        },
+    )
+    whole, _ = train(tmp_path / "whole", config, rows=make_rows(8, 4))
+    before = tmp_path / "whole" / f"checkpoint-{whole.steps - 1}"
+    shutil.copytree(before, tmp_path / "copied" / before.name)
+    resume = tmp_path / "copied" / before.name
+    resumed, shown = train(tmp_path / "other", config, rows=make_rows(8, 4), resume=resume)
+    assert resumed.steps == whole.steps
+    assert "in 3 evaluations" in shown
