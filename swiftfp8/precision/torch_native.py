@@ -34,15 +34,15 @@ from swiftfp8.precision.kernels.group import Adapter, Group
 from swiftfp8.precision.kernels.install import fuse_model
 from swiftfp8.precision.kernels.quantize import (
     E4M3,
-    E4M3_MAX,
-    TINY,
     dequantize_rows,
     quantize_rows,
-    quantize_rows_reference,
     quantize_weight,
-    scaled_mm,
 )
-from swiftfp8.precision.kernels.transpose import cast_transpose_op, transpose8_op
+from swiftfp8.precision.kernels.trained import (
+    quantize_trained,
+    trained_matmul,
+    trained_swiglu,
+)
 
 __all__ = [
     "NAME",
@@ -108,9 +108,30 @@ def compile_layers(model: nn.Module) -> int:
     for layer in layers:
         linears = [m for m in layer.modules() if isinstance(m, RowwiseTrainedLinear)]
         if linears:
+            _fuse_swiglu(layer.mlp)
             layer.forward = _counted(torch.compile(layer.forward), linears)
             compiled += 1
     return compiled
+
+
+def _fuse_swiglu(mlp: nn.Module) -> None:
+    """Run gate, up and down as one function, where that is what `mlp` is."""
+    linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    trained = [m for m in linears if isinstance(m, RowwiseTrainedLinear) and m.bias is None]
+    activation = type(getattr(mlp, "act_fn", None)).__name__
+    if len(trained) < 3 or activation not in ("SiLU", "SiLUActivation"):
+        return
+    plain, weights = mlp.forward, [linear.weight for linear in trained]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not all(linear.enabled for linear in trained):
+            return plain(x)
+        rows = x.to(compute_dtype(x)).reshape(-1, x.shape[-1])
+        padded = pad_tokens(rows, _TOKEN_MULTIPLE)
+        y = trained_swiglu(padded, *weights, trained[0].split_accumulator)[: rows.shape[0]]
+        return y.view(*x.shape[:-1], -1)
+
+    mlp.forward = forward  # type: ignore[method-assign]
 
 
 def _counted(
@@ -228,7 +249,7 @@ class RowwiseTrainedLinear(PrecisionLinear):
 
     def dequantize(self) -> torch.Tensor:
         """The weight that the matmul sees, [out_features, in_features], float32."""
-        return dequantize_rows(*quantize_rows(self.weight.detach()))
+        return dequantize_rows(*quantize_trained(self.weight.detach()))
 
     def weight_bytes(self) -> int:
         """Bytes of the trained weight."""
@@ -242,7 +263,7 @@ class RowwiseTrainedLinear(PrecisionLinear):
             if not torch.compiler.is_compiling():  # compile_layers counts
                 self.ran_fp8 += 1
             padded = pad_tokens(rows, _TOKEN_MULTIPLE)
-            y = _TrainedMatmul.apply(padded, self.weight, self.split_accumulator)[: rows.shape[0]]
+            y = trained_matmul(padded, self.weight, self.split_accumulator)[: rows.shape[0]]
         else:
             if not torch.compiler.is_compiling():
                 self.ran_high += 1
@@ -286,53 +307,3 @@ def _snapshot(group: Group) -> Group:
         adapter=group.adapter,
         split_accumulator=group.split_accumulator,
     )
-
-
-class _TrainedMatmul(torch.autograd.Function):
-    """y = Q(x) Q(W)ᵀ, dx = Q(dy s_w) W8, dW = Q(dy)ᵀ Q(x), where dW's operands have one scale each.
-
-    dW sums over tokens, along which a row-wise scale would vary.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x_TK: torch.Tensor, weight_NK: torch.Tensor, split_accumulator: bool
-    ) -> torch.Tensor:
-        x8, sx = _quantize(x_TK)
-        w8, sw = _quantize(weight_NK)
-        ctx.save_for_backward(x_TK, weight_NK, sx.amax())
-        ctx.split_accumulator = split_accumulator
-        return scaled_mm(x8, sx, w8, sw, split_accumulator=split_accumulator, dtype=x_TK.dtype)
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, dy_TN: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        x, weight, sx = ctx.saved_tensors
-        dy, split = dy_TN.contiguous(), ctx.split_accumulator
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            w8, sw = _quantize(weight)
-            g8, sg = _quantize(dy, sw[:, 0])
-            ones = torch.ones(weight.shape[1], device=weight.device)
-            dx = scaled_mm(g8, sg, transpose8_op(w8), ones, split_accumulator=split, dtype=dy.dtype)
-        if ctx.needs_input_grad[1]:
-            sd = dy.abs().amax().float().clamp(min=TINY) / E4M3_MAX
-            dw = scaled_mm(
-                cast_transpose_op(dy, sd),
-                sd.expand(weight.shape[0], 1).contiguous(),
-                cast_transpose_op(x, sx),
-                sx.expand(weight.shape[1]).contiguous(),
-                split_accumulator=split,
-                dtype=dy.dtype,
-            ).to(weight.dtype)
-        return dx, dw, None
-
-
-def _quantize(
-    x_TK: torch.Tensor, col_scale_K: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_rows`, spelled out where torch.compile can fuse it with what made x."""
-    if torch.compiler.is_compiling():
-        return quantize_rows_reference(x_TK, col_scale_K)
-    return quantize_rows(x_TK.contiguous(), col_scale_K)

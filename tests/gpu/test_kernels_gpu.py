@@ -23,6 +23,7 @@ from swiftfp8.precision.kernels import (
     rope,
     swiglu,
     thin,
+    trained,
     transpose,
 )
 from swiftfp8.train.losses import fuse_loss, linear_cross_entropy
@@ -85,12 +86,44 @@ def test_row_kernels(shape: tuple[int, ...]) -> None:
     assert_close(*both(quantize.quantize_rows, x))
     assert_close(*both(quantize.quantize_rows, x, columns))
     assert_close(*both(quantize.quantize_rows, randn(tokens, inner)))
+    assert_close(*both(quantize.quantize_rows, x, None, x.abs().amax().float() / 4e4))
     assert_close(*both(transpose.transpose8, randn(inner, hidden).to(quantize.E4M3)))
+    assert_close(*both(transpose.cast_transpose_op, x, torch.rand(tokens, device="cuda") * 100))
+    assert_close(*both(swiglu.swiglu_rows_op, randn(tokens, 2 * inner)))
     weight = torch.rand(hidden, device="cuda").to(BF16) + 0.5
     assert_close(*both(rmsnorm.rmsnorm_quantize, x, weight, 1e-6))
     rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-6)
     args = (randn(tokens, hidden), x, rstd, weight, randn(tokens, hidden))
     assert_close(*both(rmsnorm.rmsnorm_backward, *args, columns))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_trained_swiglu_against_float64(compiled: bool) -> None:
+    tokens, hidden, inner = 2048, 1536, 8960
+    x = randn(tokens, hidden)
+    x[3] *= 30
+    x[:, 7] *= 10
+    weights = [
+        randn(inner, hidden) * 0.02,
+        randn(inner, hidden) * 0.02,
+        randn(hidden, inner) * 0.02,
+    ]
+    weights[1][5] *= 20
+    weights[0][9] = 0
+    dy = randn(tokens, hidden) * torch.logspace(-9, -5, tokens, device="cuda")[:, None]
+
+    def plain(x: torch.Tensor, gate: Any, up: Any, down: Any) -> torch.Tensor:
+        return (nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+
+    ours = torch.compile(trained.trained_swiglu) if compiled else trained.trained_swiglu
+    results = []
+    for function, dtype in ((ours, BF16), (plain, torch.float64)):
+        leaves = [t.to(dtype).detach().requires_grad_() for t in (x, *weights)]
+        y = function(*leaves)
+        y.backward(dy.to(dtype))
+        results.append([y.detach(), *[leaf.grad for leaf in leaves]])
+    for mine, exact in zip(*results, strict=True):
+        assert decibels(mine, exact) >= 20
 
 
 @pytest.mark.parametrize("keep_fp8", [True, False])

@@ -75,6 +75,8 @@ def main() -> None:
     compare("quantize folded", quantize.quantize_rows, x, columns)
     compare("quantize long", quantize.quantize_rows, randn(2, 5000))
     compare("transpose", transpose.transpose8, randn(OUTPUTS, FEATURES).to(quantize.E4M3))
+    compare("cast and turn", transpose.cast_transpose_op, x, torch.rand(TOKENS) * 100)
+    compare("quantize, least scale", quantize.quantize_rows, x, None, torch.tensor(0.05))
     weight = torch.rand(FEATURES).to(BF16) + 0.5
     compare("norm", rmsnorm.rmsnorm_quantize, x, weight, 1e-6)
     rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-6)
@@ -102,6 +104,7 @@ def check_swiglu() -> None:
             scales = torch.rand(2 * FEATURES)
             dm = randn(TOKENS, FEATURES)
             compare(f"{name} back", swiglu.swiglu_backward, dm, kept, sm, scales)
+    compare("swiglu rows", swiglu.swiglu_rows_op, gate_up)
     compare("swiglu only", swiglu.swiglu_quantize, gate_up, adapter, keep=False, keep_fp8=True)
 
 

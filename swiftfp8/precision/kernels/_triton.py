@@ -32,6 +32,11 @@ def jit(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
     return kernel if triton is None else triton.jit(kernel, **options)
 
 
+def traced(kernel: Any) -> Any:
+    """The kernel for the body of a `torch.library.triton_op`, which torch.compile looks into."""
+    return kernel if MISSING or INTERPRETED else torch.library.wrap_triton(kernel)
+
+
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program can have."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -27,11 +27,13 @@ TINY = 1e-30
 
 
 def quantize_rows(
-    x_TK: torch.Tensor, col_scale_K: torch.Tensor | None = None
+    x_TK: torch.Tensor,
+    col_scale_K: torch.Tensor | None = None,
+    floor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 rows of x * col_scale, and their float32 scales [T, 1]."""
+    """e4m3 rows of x * col_scale, and their float32 scales [T, 1], none below `floor` [1]."""
     if not runs_triton(x_TK):
-        return quantize_rows_reference(x_TK, col_scale_K)
+        return quantize_rows_reference(x_TK, col_scale_K, floor)
     tokens, features = x_TK.shape
     assert x_TK.stride(1) == 1
     x8 = torch.empty_like(x_TK, dtype=E4M3, memory_format=torch.contiguous_format)
@@ -40,11 +42,13 @@ def quantize_rows(
     _quantize_rows[(tokens,)](
         x_TK,
         scale if col_scale_K is None else col_scale_K,
+        scale if floor is None else floor,
         x8,
         scale,
         features,
         x_TK.stride(0),
         FOLD=col_scale_K is not None,
+        FLOOR=floor is not None,
         BLOCK=block,
         CHUNKS=ceil_div(features, block),
         num_warps=max(1, min(8, block // 1024)),
@@ -53,12 +57,16 @@ def quantize_rows(
 
 
 def quantize_rows_reference(
-    x_TK: torch.Tensor, col_scale_K: torch.Tensor | None = None
+    x_TK: torch.Tensor,
+    col_scale_K: torch.Tensor | None = None,
+    floor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain PyTorch."""
     x = x_TK.float() if col_scale_K is None else x_TK.float() * col_scale_K
     scale = x.abs().amax(-1, keepdim=True).clamp(min=TINY) / E4M3_MAX
-    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+    if floor is not None:
+        scale = torch.maximum(scale, floor)
+    return (x * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
 
 
 def quantize_weight(w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,8 +122,9 @@ def scaled_mm(
 
 @jit
 def _quantize_rows(
-    X, COL, X8, S, K, stride, FOLD: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr
-):
+    X, COL, LEAST, X8, S, K, stride,
+    FOLD: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """One row a program. A long row is read twice, the second time from cache."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -125,6 +134,8 @@ def _quantize_rows(
         more = _load_row(X + row * stride, COL, chunk * BLOCK + k, K, FOLD)
         peak = tl.maximum(peak, tl.abs(more))
     scale = tl.maximum(tl.max(peak, 0), 1e-30) / 448.0
+    if FLOOR:
+        scale = tl.maximum(scale, tl.load(LEAST))
     tl.store(S + row, scale)
     inverse = 1.0 / scale
     tl.store(X8 + row * K + k, to_e4m3(x * inverse), mask=k < K)

@@ -19,6 +19,7 @@ relative error of that size, like every other FP8 operand of the step.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ from swiftfp8.precision.kernels._triton import (
     next_power_of_2,
     runs_triton,
     tl,
+    traced,
 )
 from swiftfp8.precision.kernels.lora import add_product_
 from swiftfp8.precision.kernels.quantize import (
@@ -100,22 +102,62 @@ def swiglu_backward(
     dm_TI: torch.Tensor, kept: GateUp, sm_T1: torch.Tensor, col_scale_I2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """d8 [T, 2I] of [dg | du] * col_scale, its scales [T, 1], and m8 under the scales sm."""
+    return _launch_backward(dm_TI, kept, sm_T1, col_scale_I2, _swiglu_backward)
+
+
+@torch.library.triton_op("swiftfp8::swiglu_rows", mutates_args={})
+def swiglu_rows_op(gate_up_TI2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """m8 [T, I] and sm [T, 1] where no LoRA is added, one row a program."""
+    if not runs_triton(gate_up_TI2):
+        return _forward_reference(gate_up_TI2, None, keep=False, keep_fp8=False)[:2]
+    tokens, width = gate_up_TI2.shape
+    inner = width // 2
+    m8 = torch.empty(tokens, inner, dtype=E4M3, device=gate_up_TI2.device)
+    sm = torch.empty(tokens, 1, dtype=torch.float32, device=gate_up_TI2.device)
+    traced(_swiglu_rows)[(tokens,)](gate_up_TI2, m8, sm, inner, **_row_blocks(inner))
+    return m8, sm
+
+
+@torch.library.triton_op("swiftfp8::swiglu_rows_backward", mutates_args={})
+def swiglu_rows_backward_op(
+    dm_TI: torch.Tensor, gate_up_TI2: torch.Tensor, sm_T1: torch.Tensor, col_scale_I2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`swiglu_backward` of gate and up in BF16, for code that is compiled."""
+    kept = GateUp(data_TI2=gate_up_TI2, scale_T2=None)
+    return _launch_backward(dm_TI, kept, sm_T1, col_scale_I2, traced(_swiglu_backward))
+
+
+def _launch_backward(
+    dm_TI: torch.Tensor,
+    kept: GateUp,
+    sm_T1: torch.Tensor,
+    col_scale_I2: torch.Tensor,
+    kernel: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not runs_triton(dm_TI):
         return _backward_reference(dm_TI, kept, sm_T1, col_scale_I2)
     tokens, inner = dm_TI.shape
     d8 = torch.empty(tokens, 2 * inner, dtype=E4M3, device=dm_TI.device)
     sd = torch.empty(tokens, 1, dtype=torch.float32, device=dm_TI.device)
     m8 = torch.empty(tokens, inner, dtype=E4M3, device=dm_TI.device)
-    # Eight elements a thread and chunk; five chunks fit into registers.
-    block = min(4096, max(256, next_power_of_2(ceil_div(inner, _HELD_CHUNKS))))
-    chunks = ceil_div(inner, block)
     scale = sm_T1 if kept.scale_T2 is None else kept.scale_T2.t().contiguous()
-    _swiglu_backward[(tokens,)](
+    kernel[(tokens,)](
         dm_TI, kept.data_TI2, scale, sm_T1, col_scale_I2, d8, sd, m8, tokens, inner,
-        FP8=kept.scale_T2 is not None, HOLD=chunks <= _HELD_CHUNKS, BLOCK=block, CHUNKS=chunks,
-        num_warps=max(1, block // 256),
+        FP8=kept.scale_T2 is not None, **_row_blocks(inner),
     )  # fmt: skip
     return d8, sd, m8
+
+
+def _row_blocks(inner: int) -> dict[str, int | bool]:
+    """Eight elements a thread and chunk; five chunks fit into registers."""
+    block = min(4096, max(256, next_power_of_2(ceil_div(inner, _HELD_CHUNKS))))
+    chunks = ceil_div(inner, block)
+    return {
+        "HOLD": chunks <= _HELD_CHUNKS,
+        "BLOCK": block,
+        "CHUNKS": chunks,
+        "num_warps": max(1, block // 256),
+    }
 
 
 def _lora_shape(lora: Lora | None) -> dict[str, int | bool]:
@@ -209,6 +251,38 @@ def _swiglu_write(
     if ADD:
         tl.store(kept, g.to(KEPT.dtype.element_ty), mask=mask)
         tl.store(kept + INNER, u.to(KEPT.dtype.element_ty), mask=mask)
+
+
+@jit
+def _swiglu_rows(
+    GU, M8, SM, INNER, HOLD: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """One row a program, held in registers (HOLD), or computed again for the cast."""
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    gate_up = GU + row * 2 * INNER
+    peak = tl.zeros((BLOCK,), tl.float32)
+    held = ()
+    for chunk in tl.static_range(CHUNKS):
+        m = _product(gate_up, chunk * BLOCK + offsets, INNER)
+        peak = tl.maximum(peak, tl.abs(m))
+        if HOLD:
+            held = held + (m,)  # noqa: RUF005 (Triton has no *)
+    sm = tl.maximum(tl.max(peak, 0), 1e-30) / 448.0
+    tl.store(SM + row, sm)
+    inverse = 1.0 / sm
+    for chunk in tl.static_range(CHUNKS):
+        i = chunk * BLOCK + offsets
+        m = held[chunk] if HOLD else _product(gate_up, i, INNER)
+        tl.store(M8 + row * INNER + i, to_e4m3(m * inverse), mask=i < INNER)
+
+
+@jit
+def _product(GU, i, INNER):
+    """Elements i of a row's silu(gate) up."""
+    g = tl.load(GU + i, mask=i < INNER, other=0.0).to(tl.float32)
+    u = tl.load(GU + INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
+    return g * _sigmoid(g) * u
 
 
 @jit

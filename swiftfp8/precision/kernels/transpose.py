@@ -4,8 +4,9 @@ Hopper's FP8 tensor cores multiply rows by rows only (TN), so dx = g8 W8 needs W
 Keeping it would double the frozen weights; PyTorch's copy of a transposed 8-bit tensor runs at a
 tenth of the memory's speed; tiles of 128 x 128 through shared memory cost 1-2% of a step.
 
-dW = dyᵀ x sums over tokens, so both operands are needed with tokens as columns; they are cast and
-turned in one pass. `torch.compile` sees both functions as operators that it leaves alone.
+dW = dyᵀ x sums over tokens, so both operands are needed with tokens as columns: dy's bytes are
+turned as they are, x is scaled, cast and turned in one pass. `torch.compile` sees both functions as
+operators that it leaves alone.
 """
 
 from typing import Any
@@ -13,12 +14,11 @@ from typing import Any
 import torch
 
 from swiftfp8.precision.kernels._triton import (
-    INTERPRETED,
-    MISSING,
     ceil_div,
     jit,
     runs_triton,
     tl,
+    traced,
 )
 from swiftfp8.precision.kernels.quantize import E4M3, E4M3_MAX, to_e4m3
 
@@ -40,15 +40,15 @@ def _turned(w8_NK: torch.Tensor, kernel: Any) -> torch.Tensor:
     return out.view(w8_NK.dtype)
 
 
-def _cast_turned(x_TC: torch.Tensor, scale: torch.Tensor, kernel: Any) -> torch.Tensor:
+def _cast_turned(x_TC: torch.Tensor, factor_T: torch.Tensor, kernel: Any) -> torch.Tensor:
     if not runs_triton(x_TC):
-        scaled = (x_TC.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)
+        scaled = (x_TC.float() * factor_T[:, None]).clamp(-E4M3_MAX, E4M3_MAX)
         return scaled.t().contiguous().to(E4M3)
     tokens, columns = x_TC.shape
     assert x_TC.is_contiguous()
     out = torch.empty(columns, tokens, dtype=E4M3, device=x_TC.device)
     kernel[(ceil_div(columns, 64), ceil_div(tokens, 128))](
-        x_TC, scale, out, tokens, columns, BT=128, BC=64, num_warps=4
+        x_TC, factor_T, out, tokens, columns, BT=128, BC=64, num_warps=4
     )
     return out
 
@@ -56,17 +56,13 @@ def _cast_turned(x_TC: torch.Tensor, scale: torch.Tensor, kernel: Any) -> torch.
 @torch.library.triton_op("swiftfp8::transpose8", mutates_args={})
 def transpose8_op(w8_NK: torch.Tensor) -> torch.Tensor:
     """`transpose8` for code that is compiled, which launches the kernel by itself."""
-    return _turned(w8_NK, _traced(_transpose))
+    return _turned(w8_NK, traced(_transpose))
 
 
 @torch.library.triton_op("swiftfp8::cast_transpose", mutates_args={})
-def cast_transpose_op(x_TC: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """e4m3 of (x / scale)ᵀ, [C, T]; `scale` is one float32 value, amax / 448."""
-    return _cast_turned(x_TC, scale, _traced(_cast_transpose))
-
-
-def _traced(kernel: Any) -> Any:
-    return kernel if MISSING or INTERPRETED else torch.library.wrap_triton(kernel)
+def cast_transpose_op(x_TC: torch.Tensor, factor_T: torch.Tensor) -> torch.Tensor:
+    """e4m3 of (x * factor)ᵀ, [C, T]; `factor` is float32, one for each token."""
+    return _cast_turned(x_TC, factor_T, traced(_cast_transpose))
 
 
 @jit
@@ -86,7 +82,7 @@ def _transpose(W, OUT, N, K, BLOCK: tl.constexpr):
 
 
 @jit
-def _cast_transpose(X, S, OUT, T, C, BT: tl.constexpr, BC: tl.constexpr):
+def _cast_transpose(X, F, OUT, T, C, BT: tl.constexpr, BC: tl.constexpr):
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     t = tl.program_id(1) * BT + tl.arange(0, BT)
     x = tl.load(
@@ -94,7 +90,8 @@ def _cast_transpose(X, S, OUT, T, C, BT: tl.constexpr, BC: tl.constexpr):
         mask=(t[:, None] < T) & (c[None, :] < C),
         other=0.0,
     ).to(tl.float32)
-    x = tl.minimum(tl.maximum(x * (1.0 / tl.load(S)), -448.0), 448.0)
+    factor = tl.load(F + t, mask=t < T, other=0.0)
+    x = tl.minimum(tl.maximum(x * factor[:, None], -448.0), 448.0)
     tl.store(
         OUT + c[:, None].to(tl.int64) * T + t[None, :],
         tl.trans(to_e4m3(x)),
