@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftfp8.config.paths import assets_dir
-from swiftfp8.config.schema import Config
+from swiftfp8.config.schema import Config, DataConfig
 from swiftfp8.data.dataset import load_datasets
 
 
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--tokenizer", type=Path, nargs="*", default=[])
     parser.add_argument("--mb", type=float, default=20.0, help="size of each file")
+    parser.add_argument("--num-proc", type=int, nargs="*", default=[1], help="data.num_proc")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     args = parser.parse_args()
     from transformers import AutoTokenizer
@@ -41,7 +42,7 @@ def main() -> None:
     paragraphs = list(read_paragraphs(args.text, int(args.mb * 1.3e6)))
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     print(
-        f"{'tokenizer':<14} {'rows':<7} {'MB':>6} {'rows':>7} {'tokens':>10} "
+        f"{'tokenizer':<14} {'rows':<7} {'procs':>5} {'MB':>6} {'rows':>7} {'tokens':>10} "
         f"{'wall s':>7} {'CPU s':>7} {'MB/s':>6} {'MB/CPU s':>9}"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -50,12 +51,13 @@ def main() -> None:
                 path = Path(folder) / f"{kind}.jsonl"
                 if not path.exists():
                     write_rows(path, KINDS[kind](paragraphs), int(args.mb * 1e6))
-                tokenizer = AutoTokenizer.from_pretrained(place)
-                print(measure(path, kind, place.name, tokenizer), flush=True)
+                for processes in args.num_proc:
+                    tokenizer = AutoTokenizer.from_pretrained(place)
+                    print(measure(path, kind, place.name, tokenizer, processes), flush=True)
 
 
-def measure(path: Path, kind: str, name: str, tokenizer: Any) -> str:
-    config = Config(dataset=str(path), max_length=4096)
+def measure(path: Path, kind: str, name: str, tokenizer: Any, processes: int) -> str:
+    config = Config(dataset=str(path), max_length=4096, data=DataConfig(num_proc=processes))
     began, before = time.perf_counter(), os.times()
     loaded = load_datasets(config, tokenizer, 1)
     wall, after = time.perf_counter() - began, os.times()
@@ -63,7 +65,7 @@ def measure(path: Path, kind: str, name: str, tokenizer: Any) -> str:
     mb = path.stat().st_size / 1e6
     report = loaded.report.train
     return (
-        f"{name:<14} {kind:<7} {mb:>6.1f} {report.rows:>7,} {report.tokens:>10,} "
+        f"{name:<14} {kind:<7} {processes:>5} {mb:>6.1f} {report.rows:>7,} {report.tokens:>10,} "
         f"{wall:>7.2f} {cpu:>7.2f} {mb / wall:>6.2f} {mb / cpu:>9.2f}"
     )
 

@@ -184,6 +184,9 @@ class DataConfig:
     cache: bool = False
     """Keep token rows in `~/.cache/swiftfp8/tokens` and take them from there where neither files,
     tokenizer nor an option that changes tokens has changed."""
+    num_proc: Annotated[Positive | None, BeforeValidator(_auto)] = None
+    """Processes that tokenize; `auto` (or null) takes one for every 4 MB of rows, as many as there
+    are cores at most."""
     shuffle: bool = True
     """Shuffle training rows each epoch, by `seed`."""
     num_workers: NonNegative = 0

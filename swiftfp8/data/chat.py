@@ -24,6 +24,7 @@ from jinja2.exceptions import TemplateError
 from swiftfp8.data.files import BadPlace, shorten
 from swiftfp8.data.formats import BadRow, Content, Message
 from swiftfp8.data.lengths import MASKED, Fitted, Pair, fit_rows
+from swiftfp8.data.processes import spread
 from swiftfp8.data.spans import Span, SpanFinder
 from swiftfp8.data.templates import ChatTemplate
 from swiftfp8.data.words import WordEncoder, Words
@@ -72,7 +73,7 @@ class Tokenized:
 
 
 def tokenize_rows(
-    examples: Sequence[Example], tokenizer: Any, settings: TokenizeSettings
+    examples: Sequence[Example], tokenizer: Any, settings: TokenizeSettings, *, processes: int = 1
 ) -> Iterator[Tokenized]:
     """Tokenize examples a few hundred at a time, so that the caller can show progress.
 
@@ -80,34 +81,17 @@ def tokenize_rows(
         SwiftFP8Error: no chat template for conversations, or a mask that doesn't hold the
             assistant's words.
     """
-    encoder = _Encoder(tokenizer, settings)
-    waiting: deque[tuple[_Rendered, Future[_Encoded]]] = deque()
-    with ThreadPoolExecutor(1) as worker:
-        for start in range(0, len(examples), _BATCH):
-            rendered = encoder.render(examples[start : start + _BATCH])
-            known = encoder.look_up(rendered)
-            waiting.append((rendered, worker.submit(encoder.encode, rendered, known)))
-            while waiting and (waiting[0][1].done() or len(waiting) > _AHEAD):
-                done, future = waiting.popleft()
-                yield encoder.finish(done, future.result())
-        for done, future in waiting:
-            yield encoder.finish(done, future.result())
+    return spread(_Encoder(tokenizer, settings).tokenize, examples, processes)
 
 
 def encode_each(
-    examples: Sequence[Example], tokenizer: Any, settings: TokenizeSettings
-) -> Iterator[list[Pair | BadPlace]]:
+    examples: Sequence[Example], tokenizer: Any, settings: TokenizeSettings, *, processes: int = 1
+) -> Iterator[Pair | BadPlace]:
     """Whole rows, however long, or why there is none: one for each conversation, in their order.
 
     Raises as `tokenize_rows` does.
     """
-    encoder = _Encoder(tokenizer, settings)
-    for start in range(0, len(examples), _BATCH):
-        rendered = [encoder.render([example]) for example in examples[start : start + _BATCH]]
-        chats = [chat for one in rendered for chat in one.chats]
-        batch = _Rendered(examples=len(rendered), texts=[], chats=chats, bad=[])
-        made = iter(encoder.pairs(batch, encoder.encode(batch, _Encoded.nothing(batch))))
-        yield [one.bad[0] if one.bad else next(made) for one in rendered]
+    return spread(_Encoder(tokenizer, settings).encode_each, examples, processes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +135,29 @@ class _Encoder:
         self._template: ChatTemplate | None = None
         self._finder: SpanFinder | None = None
         self.seen = 0
+
+    def tokenize(self, examples: Sequence[Example]) -> Iterator[Tokenized]:
+        """See `tokenize_rows`."""
+        waiting: deque[tuple[_Rendered, Future[_Encoded]]] = deque()
+        with ThreadPoolExecutor(1) as worker:
+            for start in range(0, len(examples), _BATCH):
+                rendered = self.render(examples[start : start + _BATCH])
+                known = self.look_up(rendered)
+                waiting.append((rendered, worker.submit(self.encode, rendered, known)))
+                while waiting and (waiting[0][1].done() or len(waiting) > _AHEAD):
+                    done, future = waiting.popleft()
+                    yield self.finish(done, future.result())
+            for done, future in waiting:
+                yield self.finish(done, future.result())
+
+    def encode_each(self, examples: Sequence[Example]) -> Iterator[Pair | BadPlace]:
+        """See the function of this name."""
+        for start in range(0, len(examples), _BATCH):
+            rendered = [self.render([example]) for example in examples[start : start + _BATCH]]
+            chats = [chat for one in rendered for chat in one.chats]
+            batch = _Rendered(examples=len(rendered), texts=[], chats=chats, bad=[])
+            made = iter(self.pairs(batch, self.encode(batch, _Encoded.nothing(batch))))
+            yield from (one.bad[0] if one.bad else next(made) for one in rendered)
 
     def render(self, examples: Sequence[Example]) -> _Rendered:
         """Texts of a batch; rows that the template refuses are among the bad."""

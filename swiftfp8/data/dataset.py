@@ -18,6 +18,7 @@ from swiftfp8.data.files import BadPlace
 from swiftfp8.data.lengths import MASKED, Pair
 from swiftfp8.data.mixing import check_shares, mix
 from swiftfp8.data.packing import PackCollator, PackedRows, pack_rows
+from swiftfp8.data.processes import count_processes
 from swiftfp8.data.progress import tokenizing
 from swiftfp8.data.reading import Converted, read_examples
 from swiftfp8.data.report import DataReport, PartReport, bad_rows_error, count_reasons
@@ -317,8 +318,9 @@ def _tokenize(
     bad: list[BadPlace] = []
     dropped: Counter[str] = Counter()
     truncated = split = 0
+    processes = count_processes(config.data.num_proc, rows.examples)
     with tokenizing(len(rows.examples)) as advance:
-        for done in tokenize_rows(rows.examples, tokenizer, settings):
+        for done in tokenize_rows(rows.examples, tokenizer, settings, processes=processes):
             pairs += done.fitted.pairs
             bad += done.bad
             dropped.update(done.fitted.dropped)

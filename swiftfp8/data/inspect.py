@@ -20,6 +20,7 @@ from swiftfp8.data.dataset import tokenize_settings
 from swiftfp8.data.files import BadPlace
 from swiftfp8.data.labels import find_head
 from swiftfp8.data.lengths import MASKED, Fitted, Pair, fit_rows
+from swiftfp8.data.processes import count_processes
 from swiftfp8.data.reading import Converted, read_examples
 from swiftfp8.data.report import SourceReport
 from swiftfp8.data.task_tokens import tokenize_task
@@ -174,7 +175,8 @@ def _tokenize(
     settings = replace(tokenize_settings(config), max_length=_UNLIMITED)
     pairs: list[Pair] = []
     bad: list[BadPlace] = []
-    for done in tokenize_rows(examples, tokenizer, settings):
+    processes = count_processes(config.data.num_proc, examples)
+    for done in tokenize_rows(examples, tokenizer, settings, processes=processes):
         pairs += done.fitted.pairs
         bad += done.bad
     return pairs, bad

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,21 @@ class Fitted:
     dropped: dict[str, int]
     truncated: int
     split: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes all rows go as one array: thousands of small ones take long."""
+        rows = [row for pair in self.pairs for row in pair]
+        flat = np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
+        ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+        return _fitted, (flat, ends, self.dropped, self.truncated, self.split)
+
+
+def _fitted(
+    flat: np.ndarray, ends: np.ndarray, dropped: dict[str, int], truncated: int, split: int
+) -> Fitted:
+    rows = np.split(flat, ends[:-1]) if len(ends) else []
+    pairs = list(zip(rows[::2], rows[1::2], strict=True))
+    return Fitted(pairs=pairs, dropped=dropped, truncated=truncated, split=split)
 
 
 def fit_rows(

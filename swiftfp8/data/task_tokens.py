@@ -21,6 +21,7 @@ from swiftfp8.data.files import BadPlace, shorten
 from swiftfp8.data.formats import BadRow, Message
 from swiftfp8.data.labels import to_target
 from swiftfp8.data.lengths import MASKED, Pair
+from swiftfp8.data.processes import count_processes
 from swiftfp8.data.task_formats import Preference, Rated, Related
 from swiftfp8.data.task_rows import Ragged, RelatedRows, TaskRows, pairs_to_rows, rated_to_rows
 from swiftfp8.data.templates import ChatTemplate
@@ -171,7 +172,8 @@ def _encode(examples: Sequence[Example], tokenizer: Any, config: Config) -> list
     settings = TokenizeSettings(
         max_length=_UNLIMITED, truncation="right", system=config.system, whole=False
     )
-    return [one for batch in encode_each(examples, tokenizer, settings) for one in batch]
+    processes = count_processes(config.data.num_proc, examples)
+    return list(encode_each(examples, tokenizer, settings, processes=processes))
 
 
 def _labelled(
