@@ -25,7 +25,7 @@ from swiftfp8.hardware import probe
 from swiftfp8.models.load import load_meta, load_model, load_tokenizer
 from swiftfp8.models.source import resolve_source
 from swiftfp8.plan import LoraPlan, Plan, build_plan
-from swiftfp8.train.arguments import OWN_OPTIMIZERS, training_arguments
+from swiftfp8.train.arguments import OWN_OPTIMIZERS, training_arguments, with_tokens_per_step
 from swiftfp8.train.flops import flops_per_token, peak_flops
 from swiftfp8.train.loop import EpochSampler, count_tokens
 from swiftfp8.train.metrics import peak_memory_gib
@@ -56,6 +56,8 @@ def train_peer(config: Config, folder: Path, *, warmup: int, compiled: bool) -> 
     tokenizer = load_tokenizer(source, config.template, config.trust_remote_code)
     padding = build_plan(config, hardware, meta).fp8_token_multiple  # rows as the plan pads them
     datasets = load_datasets(config, tokenizer, padding)
+    tokens = datasets.report.train.tokens
+    config, _ = with_tokens_per_step(config, tokens, len(datasets.train))
     transformers.set_seed(config.seed)
     model: Any = load_model(
         source,

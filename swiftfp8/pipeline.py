@@ -55,6 +55,7 @@ def train(
     )
     from swiftfp8.inject import inject_precision
     from swiftfp8.models.load import load_model, load_tokenizer
+    from swiftfp8.train.arguments import with_tokens_per_step
     from swiftfp8.train.checkpoint import find_resume
     from swiftfp8.train.metrics import require_reporters
     from swiftfp8.train.run_dir import start_run
@@ -77,6 +78,9 @@ def train(
         config, tokenizer, made.fp8_token_multiple, head=made.head, pooling=made.pooling
     )
     _print_lines(console, datasets.report.summary_lines())
+    read = datasets.report.train
+    config, said = with_tokens_per_step(config, read.tokens, len(datasets.train))
+    _print_lines(console, [said] if said else [])
 
     run_dir = start_run(
         composed, source.name, plan=plan_to_dict(made), precision_report=precision_report(made)

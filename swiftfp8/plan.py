@@ -58,6 +58,7 @@ from swiftfp8.tasks import TASKS, speaks, task_notes, task_problems
 from swiftfp8.tuning import (
     ADAMW,
     PATTERNS,
+    accumulates,
     mixed_layers,
     saved_modules,
     tuning_notes,
@@ -214,7 +215,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         ema=config.train.ema_decay > 0,
         fused_loss=loss.fused,
         compiled=fusion.compiled,
-        accumulates=config.gradient_accumulation_steps > 1,
+        accumulates=accumulates(config),
     )
     checkpointing, checkpointing_reason, memory = plan_checkpointing(
         config.gradient_checkpointing,

@@ -212,7 +212,7 @@ def task_problems(config: Config) -> list[SwiftFP8Error]:
 def task_notes(config: Config) -> list[str]:
     """What a user of the task should know, and may not have meant."""
     notes = []
-    accumulates = config.gradient_accumulation_steps > 1
+    accumulates = config.gradient_accumulation_steps > 1 or config.train.tokens_per_step > 0
     if rates_answers(config) and config.per_device_train_batch_size == 1:
         notes.append(
             "kto estimates how far the model moved from one row at a time: a larger "

@@ -40,6 +40,11 @@ def pick_learning_rate(config: Config, *, fp8: bool) -> float:
     return base * (config.optim.fp8_lr_scale if fp8 else 1.0)
 
 
+def accumulates(config: Config) -> bool:
+    """Whether a step may add up several micro-batches."""
+    return config.gradient_accumulation_steps > 1 or config.train.tokens_per_step > 0
+
+
 def tuning_notes(config: Config, *, fp8: bool, trains_bf16: bool) -> list[str]:
     """What `auto` became, and what an optimizer other than AdamW does without."""
     notes = []
@@ -47,6 +52,11 @@ def tuning_notes(config: Config, *, fp8: bool, trains_bf16: bool) -> list[str]:
         scale = f", times optim.fp8_lr_scale={config.optim.fp8_lr_scale:g} under FP8" if fp8 else ""
         rate = pick_learning_rate(config, fp8=fp8)
         notes.append(f"learning_rate=auto took {rate:g}: tuner={config.tuner}{scale}")
+    if config.train.tokens_per_step:
+        notes.append(
+            f"train.tokens_per_step={config.train.tokens_per_step}: how many micro-batches of "
+            f"{config.per_device_train_batch_size} rows that is, their lengths tell"
+        )
     if trains_bf16 and config.optim.master_weights and config.optim.name not in ADAMW:
         notes.append(
             f"optim.name={config.optim.name} steps BF16 weights without FP32 masters, which are "
@@ -68,6 +78,15 @@ def tuning_problems(
 ) -> list[SwiftFP8Error]:
     """What contradicts itself among the options of tuner and optimizer."""
     problems = [*_optimizer_problems(config, device), *_stopping_problems(config)]
+    if config.train.tokens_per_step and config.gradient_accumulation_steps > 1:
+        problems.append(
+            SwiftFP8Error(
+                "a step's size is given twice: train.tokens_per_step and "
+                "gradient_accumulation_steps",
+                where="train.tokens_per_step",
+                fix="leave one of them out",
+            )
+        )
     if config.neftune_noise_alpha and config.task == "dpo":
         problems.append(
             SwiftFP8Error(

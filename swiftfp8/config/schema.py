@@ -246,6 +246,9 @@ class TrainConfig:
     """Optimizer steps between evaluations; 0 evaluates at the end only."""
     save_steps: NonNegative = 100
     """Optimizer steps between checkpoints; 0 saves at the end only."""
+    tokens_per_step: NonNegative = 0
+    """Tokens of an optimizer step, in place of `gradient_accumulation_steps`: as many micro-batches
+    as come nearest, by the mean length of the rows. 0 goes by `gradient_accumulation_steps`."""
     ema_decay: BelowOne = 0.0
     """Average the trained weights with this decay (0.999 is usual); the average is what is
     evaluated, saved and exported. 0 keeps none."""

@@ -61,11 +61,16 @@ def _recipe(config: Config) -> str:
     length = f"{config.max_steps} steps" if config.max_steps > 0 else _epochs(config)
     parts += [
         length,
-        f"{steps} rows a step of up to {config.max_length} tokens" + _packed(config),
+        f"{_step(config, steps)} of up to {config.max_length} tokens" + _packed(config),
         f"learning rate {_rate(config)} ({config.optim.lr_scheduler_type})",
         f"{config.optim.name}, seed {config.seed}",
     ]
     return ", ".join(parts)
+
+
+def _step(config: Config, rows: int) -> str:
+    tokens = config.train.tokens_per_step
+    return f"about {tokens} tokens a step, rows" if tokens else f"{rows} rows a step"
 
 
 def _precision(report: dict[str, Any]) -> str | None:

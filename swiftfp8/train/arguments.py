@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,26 @@ def training_arguments(
     if arguments.world_size == 1:
         arguments._n_gpu = min(arguments.n_gpu, 1)  # one process, one GPU: never DataParallel
     return arguments
+
+
+def with_tokens_per_step(config: Config, tokens: int, rows: int) -> tuple[Config, str | None]:
+    """`config` with the accumulation that `train.tokens_per_step` means, and a line that says it.
+
+    `tokens` are those of all training rows (or packs), `rows` their number.
+    """
+    wanted = config.train.tokens_per_step
+    if not wanted:
+        return config, None
+    batch = config.per_device_train_batch_size
+    mean = tokens / rows
+    count = max(1, round(wanted / (batch * mean)))
+    line = (
+        f"train.tokens_per_step={wanted}: {count} micro-batches of {batch} rows a step, about "
+        f"{count * batch * mean:,.0f} tokens ({mean:,.0f} a row)"
+    )
+    if count == 1 and batch * mean > 1.5 * wanted:
+        line += "; a smaller per_device_train_batch_size comes nearer"
+    return replace(config, gradient_accumulation_steps=count), line
 
 
 def count_steps(rows: int, config: Config, world_size: int = 1) -> int:

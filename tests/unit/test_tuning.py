@@ -82,11 +82,22 @@ def test_a_head_that_is_saved_is_trained_whole_in_high_precision():
             {"train": {"early_stopping_patience": 2, "eval_steps": 0}, "split_dataset_ratio": 0.1},
             "only those at the end",
         ),
+        (
+            {"train": {"tokens_per_step": 4096}, "gradient_accumulation_steps": 2},
+            "a step's size is given twice",
+        ),
         ({"task": "dpo", "neftune_noise_alpha": 5}, "reach the reference"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(options, said):
     assert said in refusal(**options)
+
+
+def test_tokens_per_step_are_counted_as_accumulated_gradients():
+    options = {"per_device_train_batch_size": 2, "max_length": 1024, "packing": True}
+    plan = plan_for("h200", train={"tokens_per_step": 65536}, **options)
+    assert any("train.tokens_per_step=65536" in note for note in plan.notes)
+    assert plan.memory == plan_for("h200", gradient_accumulation_steps=4, **options).memory
 
 
 def test_eight_bit_adamw_without_its_library_is_refused_with_the_way_to_get_it(monkeypatch):
