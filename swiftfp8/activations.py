@@ -24,8 +24,8 @@ query and of all key heads, S the length of a row, L the decoder layers.
     scales, 1/rms, log-sum-exp, LoRA's x Aᵀ    32 + 4 heads + c per rank and linear
 
 **A compiled layer** (trained weights on the `torch` backend) keeps in the compute dtype, without
-the FP32 copies, c(4h + 2q + 2n + 3i): the residual twice, both norms' outputs, q, k, v, attention's
-output, gate, up and their product.
+the FP32 copies, c(4h + 2q + 2n + 2i): the residual twice, both norms' outputs, q, k, v, attention's
+output, gate and up.
 
 `selective` on other models keeps what matmuls and attention put out, c(3h + 2q + 2n + 2i), and
 makes the rest again. `full` keeps a layer's input alone, ch, and makes everything again.
@@ -164,7 +164,7 @@ def _plain_layer(meta: ModelMeta, layers: Sequence[LayerPlan], job: Job) -> Toke
     c = job.c
     everything = _saved_by_autograd(meta, layers, job)
     if job.compiled:
-        everything = float(c * (4 * h + 2 * q + 2 * n + 3 * i))
+        everything = float(c * (4 * h + 2 * q + 2 * n + 2 * i))
     if job.attn_implementation == "eager":
         everything += meta.num_heads * job.max_length * (4 + c)
     if job.packing and job.attn_implementation == "sdpa":
