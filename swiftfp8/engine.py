@@ -1,9 +1,9 @@
 """Who runs FP8 under `precision.backend=auto`: Transformer Engine, or PyTorch and Triton alone.
 
-The torch engine is ahead where it runs a decoder layer, LoRA included, as one function. Where it
-can't (trained weights, another form of layer, dropout on LoRA), Transformer Engine's linears are
-taken. Only the engines of `AUTO_ENGINES` are, in the order in which one that would do as well as
-another is preferred.
+The torch engine is ahead where it runs a decoder layer, LoRA included, as one function, and, with
+tuner=full, where it compiles layers of that form. Where it can't (another form of layer, dropout on
+LoRA), Transformer Engine's linears are taken. Only the engines of `AUTO_ENGINES` are, in the order
+in which one that would do as well as another is preferred.
 """
 
 from __future__ import annotations
@@ -27,21 +27,26 @@ class Engine:
     reason: str | None = None
 
 
-def choose_engine(asked: str, recipe: str, hardware: Hardware, *, unfused: str | None) -> Engine:
+def choose_engine(
+    asked: str, recipe: str, hardware: Hardware, *, slow: str | None, full: bool = False
+) -> Engine:
     """The backend for `precision.backend=asked`.
 
-    `unfused` is why the model's decoder layers can't be fused by the torch engine, or None.
+    `slow` is why the torch engine can't fuse the model's decoder layers, or, where all weights are
+    trained (`full`), compile them; None where it can.
     """
     if asked != "auto":
         return Engine(name=asked)
     if len(AUTO_ENGINES) == 1:
         return Engine(name=AUTO_ENGINES[0])
     why_no_te = _why_no_te(recipe, hardware)
-    against = list(_against_torch(recipe, hardware, unfused=unfused))
+    against = list(_against_torch(recipe, hardware, slow=slow))
     if AUTO_ENGINES[0] == "te" and why_no_te is None:
         return Engine(name="te", reason="Transformer Engine runs here")
     if not against:
         why = "it runs whole decoder layers, LoRA included, in FP8"
+        if full:
+            why = "it compiles decoder layers, their casts to FP8 included"
         return Engine(name="torch", reason=why if why_no_te is None else f"{why}; {why_no_te}")
     if why_no_te is None:
         return Engine(name="te", reason=f"the torch engine would not be faster: {against[0]}")
@@ -50,12 +55,12 @@ def choose_engine(asked: str, recipe: str, hardware: Hardware, *, unfused: str |
     return Engine(name="te")  # neither runs: the ladder goes on from here, with the reason
 
 
-def _against_torch(recipe: str, hardware: Hardware, *, unfused: str | None) -> Iterator[str]:
+def _against_torch(recipe: str, hardware: Hardware, *, slow: str | None) -> Iterator[str]:
     """What speaks against the torch engine where Transformer Engine could be had."""
     if (missing := _why_no_torch(recipe, hardware)) is not None:
         yield missing
-    elif unfused is not None:
-        yield unfused
+    elif slow is not None:
+        yield slow
     elif hardware.sm not in TORCH_MEASURED:
         yield f"it was not measured on {hardware.name}"
 

@@ -59,6 +59,13 @@ def why_not_fused(meta: ModelMeta, *, tuner: str, lora_dropout: float) -> str | 
     return None
 
 
+def why_not_compiled(meta: ModelMeta, *, compiles: bool) -> str | None:
+    """Why compiled layers would not be what they were measured as, or None where they would."""
+    if not compiles:
+        return "train.compile=false"
+    return why_not_fused(meta, tuner="lora", lora_dropout=0.0)
+
+
 def plan_fusion(
     layers: Sequence[LayerPlan],
     meta: ModelMeta,

@@ -7,6 +7,7 @@ on each linear, plan_problems.py and plan_notes.py hold what is said.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +16,14 @@ from swiftfp8.checkpointing import plan_checkpointing
 from swiftfp8.engine import choose_engine
 from swiftfp8.errors import SwiftFP8Error, raise_all
 from swiftfp8.freezing import is_below, trained_modules
-from swiftfp8.fusion import DORA, MIXED_LORA, FusionPlan, plan_fusion, why_not_fused
+from swiftfp8.fusion import (
+    DORA,
+    MIXED_LORA,
+    FusionPlan,
+    plan_fusion,
+    why_not_compiled,
+    why_not_fused,
+)
 from swiftfp8.hardware import Hardware
 from swiftfp8.ladder import Fallback, climb
 from swiftfp8.loss_plan import LossPlan, plan_loss
@@ -120,6 +128,18 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     return replace(high, asked_dtype=config.dtype, layers=layers, notes=notes)
 
 
+def _why_slow_on_torch(config: Config, meta: ModelMeta, mixed: Collection[int]) -> str | None:
+    """Why the torch engine would run the decoder layers linear by linear, or None."""
+    if config.tuner == "full":
+        return why_not_compiled(meta, compiles=config.train.compile)
+    reason = why_not_fused(meta, tuner=config.tuner, lora_dropout=config.lora_dropout)
+    if reason is None and config.use_dora:
+        return DORA
+    if reason is None and len(mixed) == meta.num_layers > 0:
+        return MIXED_LORA
+    return reason
+
+
 def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     targets: set[str] = set()
     target_problems: list[SwiftFP8Error] = []
@@ -134,16 +154,12 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     if any(problem.where in PATTERNS for problem in problems):
         raise_all(problems)  # what follows goes by them
     mixed = mixed_layers(config, targets, meta)
-    unfused = why_not_fused(meta, tuner=config.tuner, lora_dropout=config.lora_dropout)
-    if config.use_dora:
-        unfused = unfused or DORA
-    elif len(mixed) == meta.num_layers > 0:
-        unfused = unfused or MIXED_LORA
     engine = choose_engine(
         config.precision.backend,
         config.precision.recipe,
         hardware,
-        unfused=unfused,
+        full=config.tuner == "full",
+        slow=_why_slow_on_torch(config, meta, mixed),
     )
     granted = climb(config.dtype, config.precision, hardware, engine.name)
     problems += unmatched_excludes(config.precision.exclude, meta)

@@ -11,9 +11,9 @@ layer and one of hidden + intermediate features; `launch` is the host's time for
 forward and backward.
 
 Rates are an H200's. `matmul` and `element` follow from measured steps of a 7B, the fused layers'
-`launch`, without and with CUDA graphs, from steps of a 0.5B (tests/unit/test_speed.py holds the
-table). The other launches, and all of compiled layers, are estimates: where the host decides, this
-is a rule of thumb.
+`launch`, without and with CUDA graphs, from steps of a 0.5B, Transformer Engine's `launch` and
+what full fine-tuning costs from steps of a 1.5B (tests/unit/test_speed.py holds the table). The
+other launches are estimates: where the host decides, this is a rule of thumb.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Rates:
 
 
 RATES = {
-    "bf16": Rates(matmul=BF16_MATMUL, element=5.9e-11, launch=3.0e-3),
-    "te": Rates(matmul=1172e12, element=4.4e-11, launch=5.0e-3),
+    "bf16": Rates(matmul=BF16_MATMUL, element=5.9e-11, launch=5.7e-3),
+    "bf16, full": Rates(matmul=BF16_MATMUL, element=3.8e-11, launch=3.0e-3),
+    "te": Rates(matmul=1172e12, element=4.4e-11, launch=8.6e-3),
     "torch": Rates(matmul=1423e12, element=4.4e-11, launch=5.0e-3),
     "torch, fused": Rates(matmul=1423e12, element=2.0e-11, launch=4.4e-3),
     "torch, graphs": Rates(matmul=1423e12, element=1.9e-11, launch=0.9e-3),
@@ -78,7 +79,8 @@ def step_seconds(plan: Plan, meta: ModelMeta, *, micro_batch: int, max_length: i
 
 def _engine(plan: Plan) -> str:
     if plan.backend is None:
-        return plan.compute_dtype
+        trained = f"{plan.compute_dtype}, {plan.tuner}"
+        return trained if trained in RATES else plan.compute_dtype
     if plan.backend == "torch" and plan.fusion.compiled:
         return "torch, compiled"
     if plan.backend == "torch" and plan.fusion.layers == plan.fusion.total:

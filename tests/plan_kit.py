@@ -89,6 +89,13 @@ def qwen_7b() -> ModelMeta:
     )
 
 
+def qwen_one_and_a_half_b() -> ModelMeta:
+    """Qwen2.5-1.5B: a tied head."""
+    return decoder_meta(
+        hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2, vocab=151936, tied=True
+    )
+
+
 def qwen_half_b() -> ModelMeta:
     """Qwen2.5-0.5B: hidden 896 = 7 x 128, a tied head of 28% of all FLOPs."""
     return decoder_meta(

@@ -38,6 +38,9 @@ RUNS = {
     "te-full": ("full", ["precision.backend=te"]),
     "te-full-checkpointing": ("full", ["precision.backend=te", "gradient_checkpointing=full"]),
     "torch-full": ("full", ["precision.backend=torch"]),
+    "torch-full-checkpointing": (
+        "full", ["precision.backend=torch", "gradient_checkpointing=full"],
+    ),
     "killed": ("lora", ["precision.backend=torch"]),
 }  # fmt: skip
 FP8_RUNS = [name for name in RUNS if name.startswith(("te", "torch"))]

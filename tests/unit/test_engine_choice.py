@@ -19,6 +19,7 @@ WITHOUT_TE = replace(
 )
 WITHOUT_EITHER = replace(WITHOUT_TE, torch_reason="Triton is not installed")
 OTHER_FORM = replace(qwen_7b(), unfused_layers="its norms have another form")
+UNCOMPILED = {"tuner": "full", "train": {"compile": False}}
 
 
 @pytest.fixture
@@ -43,7 +44,9 @@ def test_te_alone_is_transformer_engine_or_no_fp8() -> None:
     [
         ("h200", qwen_7b(), {}, "torch", "whole decoder layers"),
         ("h100", qwen_7b(), {}, "torch", "whole decoder layers"),
-        ("h200", qwen_7b(), {"tuner": "full"}, "te", "tuner=full"),
+        ("h200", qwen_7b(), {"tuner": "full"}, "torch", "compiles decoder layers"),
+        ("h200", qwen_7b(), UNCOMPILED, "te", "train.compile=false"),
+        ("h200", OTHER_FORM, {"tuner": "full"}, "te", "norms have another form"),
         ("h200", qwen_7b(), {"lora_dropout": 0.1}, "te", "dropout"),
         ("h200", OTHER_FORM, {}, "te", "norms have another form"),
         ("h200", qwen_7b(), {"precision": {"recipe": "fp8_block"}}, "te", "fp8_current only"),

@@ -12,7 +12,7 @@ import pytest
 from swiftfp8.config.schema import OptimConfig
 from swiftfp8.hardware import GIB, parse_hardware
 from swiftfp8.memory import MemoryEstimate
-from tests.plan_kit import decoder_meta, plan_for, qwen_7b, qwen_half_b
+from tests.plan_kit import decoder_meta, plan_for, qwen_7b, qwen_half_b, qwen_one_and_a_half_b
 
 pytestmark = pytest.mark.usefixtures("te_alone")
 STEP = {
@@ -33,9 +33,7 @@ SEVEN = {"hidden": 3584, "intermediate": 18944, "heads": 28, "kv_heads": 4, "tie
 SHAPES: dict[str, Any] = {
     "7b": qwen_7b(),
     "0.5b": qwen_half_b(),
-    "1.5b": decoder_meta(
-        hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2, vocab=151936, tied=True
-    ),
+    "1.5b": qwen_one_and_a_half_b(),
     "8 of 7b": decoder_meta(layers=8, vocab=152064, **SEVEN),
     "4 of 7b, 32,000 words": decoder_meta(layers=4, vocab=32000, **SEVEN),
 }

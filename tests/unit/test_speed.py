@@ -11,7 +11,7 @@ from swiftfp8 import speed
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.plan import Plan
 from swiftfp8.speed import step_seconds
-from tests.plan_kit import decoder_meta, plan_for, qwen_7b, qwen_half_b
+from tests.plan_kit import decoder_meta, plan_for, qwen_7b, qwen_half_b, qwen_one_and_a_half_b
 
 pytestmark = pytest.mark.usefixtures("te_alone")
 
@@ -28,30 +28,38 @@ class Measured:
     backend: str = "torch"
     checkpointing: str = "none"
     graphs: bool = False
+    tuner: str = "lora"
     within: float = 0.15
 
 
 # Add a row for each new measurement; `speed.RATES` is fitted to them.
 MEASURED = [
     Measured(ms=306),
-    Measured(ms=300.5, graphs=True),
+    Measured(ms=298.5, graphs=True),
+    Measured(ms=365.8, batch=1, length=8192, graphs=True),
+    Measured(ms=1088, batch=15, graphs=True),
     Measured(ms=110.8, shape="0.5b", length=1024),
-    Measured(ms=27.4, shape="0.5b", length=1024, graphs=True),
+    Measured(ms=25.8, shape="0.5b", length=1024, graphs=True),
     Measured(ms=331.6, checkpointing="selective"),
-    Measured(ms=425, checkpointing="full"),
-    Measured(ms=460, backend="te"),
-    Measured(ms=664, dtype="bf16"),
+    Measured(ms=388.5, checkpointing="full", graphs=True),
+    Measured(ms=501, backend="te"),
+    Measured(ms=666.6, dtype="bf16"),
+    Measured(ms=147.8, shape="0.5b", length=1024, dtype="bf16"),
+    Measured(ms=141.1, shape="1.5b", tuner="full"),
+    Measured(ms=249.7, shape="1.5b", tuner="full", backend="te"),
+    Measured(ms=212.1, shape="1.5b", tuner="full", dtype="bf16"),
 ]
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)
 def test_expected_times_are_near_the_measured_ones(row: Measured) -> None:
-    meta = {"7b": qwen_7b, "0.5b": qwen_half_b}[row.shape]()
+    meta = {"7b": qwen_7b, "1.5b": qwen_one_and_a_half_b, "0.5b": qwen_half_b}[row.shape]()
     plan = plan_for(
         "h200",
         meta,
         dtype=row.dtype,
         precision={"backend": row.backend},
+        tuner=row.tuner,
         lora_rank=16,
         gradient_checkpointing=row.checkpointing,
         train={"cuda_graphs": row.graphs},
@@ -74,7 +82,8 @@ def test_a_small_shape_is_noted_and_stays_in_fp8() -> None:
     plan = plan_for("h200", small(), max_length=128)
     assert plan.backend == "te"
     assert "precision.auto=true takes BF16" in said(plan)
-    assert "is expected" not in said(plan_for("h200", qwen_7b(), max_length=2048))
+    large = {"max_length": 2048, "per_device_train_batch_size": 4}
+    assert "is expected" not in said(plan_for("h200", qwen_7b(), **large))
 
 
 def test_auto_takes_bf16_where_fp8_would_be_slower() -> None:
@@ -89,7 +98,13 @@ def test_auto_takes_bf16_where_fp8_would_be_slower() -> None:
 
 def test_auto_leaves_fp8_where_it_is_faster() -> None:
     wanted, plain = (
-        plan_for("h200", qwen_7b(), max_length=2048, precision={"auto": auto})
+        plan_for(
+            "h200",
+            qwen_7b(),
+            max_length=2048,
+            per_device_train_batch_size=4,
+            precision={"auto": auto},
+        )
         for auto in (True, False)
     )
     assert wanted == plain and wanted.backend == "te"
