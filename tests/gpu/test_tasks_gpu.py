@@ -22,12 +22,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto", "seq_cls", "seq_cls-encoder", "reward"])
-def test_it_learns_in_fp8(tmp_path: Path, models: dict[str, Path], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        *[(name, TE) for name in ("dpo", "kto", "seq_cls", "seq_cls-encoder", "reward")],
+        *[(name, TORCH) for name in ("dpo", "seq_cls")],
+    ],
+)
+def test_it_learns_in_fp8(
+    tmp_path: Path, models: dict[str, Path], name: str, engine: dict[str, Any]
+) -> None:
     case = CASES[name]
-    options = {**case.options, **TE, "learning_rate": 3e-3}
+    options = {**case.options, **engine, "learning_rate": 3e-3}
     result, shown = run_task(tmp_path, models[case.model], case.rows, **options)
-    assert "fp8_current by te" in shown
+    assert f"fp8_current by {engine['precision']['backend']}" in shown
     first, *_, last = evaluations(result.run_dir, case.metric)
     assert last > first if case.higher else last < first
     report = json.loads((result.run_dir / "precision_report.json").read_text())
