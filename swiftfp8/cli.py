@@ -177,6 +177,23 @@ def infer(tokens: Tokens = None) -> None:
     pipeline.infer(request)
 
 
+@app.command("eval")
+@guarded
+def evaluate(tokens: Tokens = None) -> None:
+    """Ask held-out questions: run=<run directory>, or model=<directory> dataset=<rows>
+
+    Answers are generated for the last turns of the run's evaluation rows, or of dataset=, and
+    compared with those wanted: exact match, ROUGE, and the loss. Keys: adapter= checkpoint=
+    limit=200 batch_size=8 max_new_tokens=256 temperature= top_p= seed= out=<file.json>
+    """
+    from swiftfp8.requests import EvalRequest
+
+    request = read_values(EvalRequest, tokens or [])
+    from swiftfp8 import pipeline
+
+    pipeline.evaluate(request)
+
+
 @app.command()
 @guarded
 def bench(tokens: Tokens = None) -> None:

@@ -56,7 +56,7 @@ def chat(
     """
     console = console or Console()
     sampling = sampling or Sampling()
-    _check(sampling)
+    check_sampling(sampling)
     tokenizer = load_chat_tokenizer(adapter_dir, model_dir, trust_remote_code=trust_remote_code)
     with console.status("loading the model"):
         model = load_for_chat(model_dir, adapter_dir, trust_remote_code=trust_remote_code)
@@ -170,7 +170,7 @@ def stream_answer(
             with torch.inference_mode():
                 model.generate(
                     **inputs,
-                    **_generation_options(model, tokenizer, sampling),
+                    **generation_options(model, tokenizer, sampling),
                     streamer=streamer,
                     stopping_criteria=StoppingCriteriaList([Stopped()]),
                 )
@@ -240,14 +240,15 @@ def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def _check(sampling: Sampling) -> None:
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse what can't be drawn."""
     if sampling.temperature < 0:
         raise SwiftFP8Error("temperature must not be negative", where="temperature")
     if sampling.max_new_tokens < 1:
         raise SwiftFP8Error("max_new_tokens must be at least 1", where="max_new_tokens")
 
 
-def _generation_options(model: Any, tokenizer: Any, sampling: Sampling) -> dict[str, Any]:
+def generation_options(model: Any, tokenizer: Any, sampling: Sampling) -> dict[str, Any]:
     """Options for `generate`; what the model's own file says of sampling is overridden."""
     options: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens}
     if sampling.temperature > 0:

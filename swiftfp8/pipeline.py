@@ -22,11 +22,18 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.hardware import Hardware, parse_hardware, probe
 from swiftfp8.plan import Plan, build_plan
 from swiftfp8.report.plan_table import plan_to_dict, precision_report, print_plan
-from swiftfp8.requests import DeployRequest, ExportRequest, InferRequest, VerifyRequest
+from swiftfp8.requests import (
+    DeployRequest,
+    EvalRequest,
+    ExportRequest,
+    InferRequest,
+    VerifyRequest,
+)
 from swiftfp8.tasks import REWARD_HEAD, Head, read_task_file
 
 if TYPE_CHECKING:
     from swiftfp8.bench import BenchRequest, Row
+    from swiftfp8.evaluate import Evaluation
     from swiftfp8.export.report import ExportReport
     from swiftfp8.export.request import ExportJob
     from swiftfp8.models.source import ModelSource
@@ -208,6 +215,54 @@ def infer(request: InferRequest) -> None:
         ),
         trust_remote_code=request.trust_remote_code or trusted,
     )
+
+
+def evaluate(request: EvalRequest, *, console: Console | None = None) -> Evaluation:
+    """Generate answers to held-out questions, compare them with those wanted, and print that."""
+    from swiftfp8 import evaluate as stage
+    from swiftfp8.config.compose import read_resolved
+    from swiftfp8.export.request import locate
+    from swiftfp8.infer import Sampling, check_sampling
+
+    sampling = Sampling(
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
+    )
+    check_sampling(sampling)
+    if request.limit < 0 or request.batch_size < 1:
+        raise SwiftFP8Error("limit must not be negative, nor batch_size below 1", where="limit")
+    console = console or Console()
+    model_dir, adapter_dir = locate(
+        run=request.run,
+        model=request.model,
+        adapter=request.adapter,
+        checkpoint=request.checkpoint,
+    )
+    trained = read_task_file(adapter_dir or model_dir)
+    if trained is not None:
+        raise SwiftFP8Error(
+            f"what task={trained.task} trained puts out no words",
+            where=str(adapter_dir or model_dir),
+            fix="its metrics on evaluation rows are in the run's logging.jsonl (eval_...)",
+        )
+    run = read_resolved(Path(request.run)) if request.run else Config()
+    entries = [name.strip() for name in (request.dataset or "").strip("[]").split(",")]
+    found = stage.evaluate(
+        stage.rows_of(run, list(filter(None, entries))),
+        model_dir,
+        adapter_dir,
+        sampling=sampling,
+        limit=request.limit,
+        batch_size=request.batch_size,
+        trust_remote_code=request.trust_remote_code or run.trust_remote_code,
+        console=console,
+    )
+    stage.print_evaluation(found, console)
+    if request.out is not None:
+        stage.write_evaluation(found, Path(request.out))
+    return found
 
 
 def bench(

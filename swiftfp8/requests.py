@@ -56,3 +56,26 @@ class InferRequest:
     seed: int = 42
     enable_thinking: bool | None = None
     trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRequest:
+    """Ask a run, or a model with an optional adapter, held-out questions.
+
+    `dataset` names rows in place of the run's own evaluation rows; `limit` of them are asked (0:
+    all), `batch_size` at a time. The result is written to `out` as JSON.
+    """
+
+    run: str | None = None
+    model: str | None = None
+    adapter: str | None = None
+    checkpoint: str | None = None
+    dataset: str | None = None
+    limit: int = 200
+    batch_size: int = 8
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 42
+    out: str | None = None
+    trust_remote_code: bool = False

@@ -30,6 +30,7 @@ _BENCH_KEYS = {
     "warmup": "Steps before them.",
     "out": "Where the results are written, as JSON.",
 }
+_CHAT_KEYS = ("prompt", "system", "enable_thinking")
 _INFER_KEYS = {
     **_RUN_KEYS,
     "model": "A model directory.",
@@ -41,6 +42,13 @@ _INFER_KEYS = {
     "seed": "Seed of the draw.",
     "enable_thinking": "Reasoning on or off, for templates that know it; null is their default.",
     "trust_remote_code": "Run model code that comes with the checkpoint.",
+}
+_EVAL_KEYS = {
+    **{key: text for key, text in _INFER_KEYS.items() if key not in _CHAT_KEYS},
+    "dataset": "Rows to ask, in place of the run's evaluation rows.",
+    "limit": "How many rows are asked; 0 asks all.",
+    "batch_size": "Answers generated at a time.",
+    "out": "Where all answers are written, as JSON.",
 }
 
 
@@ -77,6 +85,8 @@ def _keys(command: str) -> Iterable[tuple[str, str]]:
         return _DEPLOY_KEYS.items()
     if command == "infer":
         return _INFER_KEYS.items()
+    if command == "eval":
+        return _EVAL_KEYS.items()
     keys = {key: doc.help for key, doc in field_docs().items()}
     if command in ("export", "merge"):
         wanted = ("export.", "export_", "trust_remote_code")

@@ -1,0 +1,91 @@
+"""`swiftfp8 eval`: what was learned by heart is answered, and what was not is told apart."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from task_kit import SOUNDS, run_task, write_decoder, write_rows
+
+from swiftfp8 import pipeline
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.requests import EvalRequest
+from swiftfp8.train.metrics import read_log
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def row(word: str, sound: str) -> dict:
+    return {"instruction": f"What does the {word} say?" + " please" * len(word), "output": sound}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A tiny model that knows six animals' sounds by heart."""
+    folder = tmp_path_factory.mktemp("eval")
+    torch.set_num_threads(1)
+    rows = [row(word, f"It says {sound}.") for word, sound in SOUNDS.items()]
+    write_rows(folder / "sounds.jsonl", rows * 4)
+    write_rows(folder / "sounds-held.jsonl", rows)
+    result, _ = run_task(
+        folder, write_decoder(folder / "model"), "sounds", dtype="fp32", tuner="full",
+        max_steps=60, learning_rate=0.003, train={"eval_steps": 0, "save_steps": 0},
+    )  # fmt: skip
+    return result.run_dir
+
+
+def ask(**values: object):
+    shown = io.StringIO()
+    request = EvalRequest(max_new_tokens=24, **values)  # type: ignore[arg-type]
+    return pipeline.evaluate(request, console=Console(file=shown, width=120)), shown.getvalue()
+
+
+def test_a_run_answers_its_own_evaluation_rows(run, tmp_path):
+    found, shown = ask(run=str(run), out=str(tmp_path / "found.json"))
+    assert found.rows == 6 and found.left_out == 0
+    assert found.metrics["exact_match"] == found.metrics["rougeL"] == 1.0, shown
+    last = [line for line in read_log(run) if "eval_loss" in line][-1]
+    assert found.loss == pytest.approx(last["eval_loss"], rel=0.02)  # it runs in BF16 here
+    assert "6 evaluation rows" in shown and "It says" in shown
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert written["metrics"] == found.metrics and len(written["answers"]) == 6
+    assert "What does the cat say?" in written["answers"][0]["prompt"]
+
+
+def test_answers_do_not_depend_on_the_batch(run):
+    alone, _ = ask(run=str(run), batch_size=1, limit=3)
+    together, _ = ask(run=str(run), batch_size=3, limit=3)
+    assert [one.answer for one in alone.answers] == [one.answer for one in together.answers]
+    assert len({len(one.prompt) for one in alone.answers}) > 1  # some were padded
+
+
+def test_other_rows_and_the_model_before_training(run, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [row("cat", "It says no.")])
+    wrong, _ = ask(run=str(run), dataset=str(rows))
+    assert wrong.metrics["exact_match"] == 0.0 and wrong.metrics["rouge1"] > 0.5
+    before, _ = ask(model=str(run.parent / "model"), dataset=str(rows))
+    assert before.metrics["rougeL"] < 0.5 and before.loss > 3
+
+
+def test_what_can_not_be_asked_says_why(run, tmp_path):
+    plain = write_rows(tmp_path / "plain.jsonl", [{"text": "Only words."}])
+    with pytest.raises(SwiftFP8Error, match="none of 1 rows has a question"):
+        ask(run=str(run), dataset=str(plain))
+    with pytest.raises(SwiftFP8Error, match="no rows are known"):
+        ask(model=str(run.parent / "model"))
+
+
+def test_a_classifier_has_metrics_of_its_own(tmp_path):
+    brief = {"dtype": "fp32", "max_steps": 1, "train": {"save_steps": 0}}
+    result, _ = run_task(
+        tmp_path, write_decoder(tmp_path / "model"), "label", task="seq_cls", **brief
+    )
+    with pytest.raises(SwiftFP8Error, match="task=seq_cls trained puts out no words"):
+        ask(run=str(result.run_dir))
