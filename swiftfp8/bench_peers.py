@@ -46,6 +46,8 @@ def train_peer(config: Config, folder: Path, *, warmup: int, compiled: bool) -> 
             else f"optim.name={config.optim.name}"
         )
         raise SwiftFP8Error(f"transformers' trainer has no {what}")
+    if config.data.loss_weights:
+        raise SwiftFP8Error("transformers' trainer has no data.loss_weights")
     source = resolve_source(config)
     meta, hardware = load_meta(source, config), probe()
     if compiled and hardware.device != "cuda":

@@ -179,6 +179,7 @@ def task_problems(config: Config) -> list[SwiftFP8Error]:
                     fix=f"set data.{name}={' or '.join(usual)}",
                 )
             )
+    problems += _weight_problems(config)
     if uses_reference(config) and config.tuner != "lora" and not config.rlhf.precompute_ref:
         problems.append(
             SwiftFP8Error(
@@ -209,10 +210,38 @@ def task_problems(config: Config) -> list[SwiftFP8Error]:
     return problems
 
 
+def _weight_problems(config: Config) -> list[SwiftFP8Error]:
+    """Weights that would weigh nothing."""
+    weights, task = config.data.loss_weights, TASKS[config.task]
+    if weights and not task.packs:
+        return [
+            SwiftFP8Error(
+                f"data.loss_weights weigh tokens, and the loss of task={task.name} is over rows",
+                where="data.loss_weights",
+                fix="leave them out",
+            )
+        ]
+    if "prompt" in weights and config.task != "pretrain" and config.data.loss_scale != "all":
+        return [
+            SwiftFP8Error(
+                "data.loss_weights.prompt weighs what is said to the model, which is not trained",
+                where="data.loss_weights.prompt",
+                fix="leave it out, or train every token with data.loss_scale=all",
+            )
+        ]
+    return []
+
+
 def task_notes(config: Config) -> list[str]:
     """What a user of the task should know, and may not have meant."""
     notes = []
     accumulates = config.gradient_accumulation_steps > 1 or config.train.tokens_per_step > 0
+    if weights := config.data.loss_weights:
+        said = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+        notes.append(
+            f"tokens are weighed ({said}), and the loss is the mean by weight: it doesn't compare "
+            "with that of a run without data.loss_weights"
+        )
     if rates_answers(config) and config.per_device_train_batch_size == 1:
         notes.append(
             "kto estimates how far the model moved from one row at a time: a larger "

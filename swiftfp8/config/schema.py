@@ -176,6 +176,12 @@ class DataConfig:
     loss_scale: Literal["default", "last_round", "ignore_empty_think", "all"] = "default"
     """Which turns of a conversation are trained: every answer, those after the user's last turn,
     every answer without an empty reasoning at its beginning, or every token."""
+    loss_weights: dict[
+        Literal["assistant", "reasoning", "tool_call", "history", "prompt"], NonNegativeFloat
+    ] = Field(default_factory=dict)
+    """How much trained tokens count: `{reasoning: 0.5, tool_call: 2}`. `assistant` is the rest of
+    an answer, `history` a factor for answers before the user's last turn, `prompt` all else where
+    it is trained (`loss_scale=all`). What is left out counts 1; 0 trains nothing."""
     interleave_prob: Shares = Field(default_factory=list)
     """Mix the entries of `dataset` by these shares, one for each: `[0.7, 0.3]`; left out, they
     are put together whole."""

@@ -39,6 +39,7 @@ _DATA_OPTIONS = (
     "columns",
     "truncation",
     "loss_scale",
+    "loss_weights",
     "on_bad_row",
     "interleave_prob",
     "stopping_strategy",
@@ -53,6 +54,7 @@ class KeptPart:
     labels: np.ndarray
     lengths: np.ndarray
     report: PartReport
+    weights: np.ndarray | None = None
 
 
 Parts = Mapping[str, KeptPart]
@@ -88,6 +90,8 @@ class TokenCache:
                 f"{name}.lengths": part.lengths,
                 f"{name}.report": json.dumps(asdict(part.report)),
             }
+            if part.weights is not None:
+                arrays[f"{name}.weights"] = part.weights
         begun = self.path.with_name(f"{self.path.stem}.{os.getpid()}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +155,9 @@ def _part(kept: Any, name: str) -> KeptPart:
         labels=kept[f"{name}.labels"],
         lengths=kept[f"{name}.lengths"],
         report=PartReport(sources=sources, **report),
+        weights=kept.get(f"{name}.weights"),
     )
-    if not len(part.lengths) or {len(part.ids), len(part.labels)} != {int(part.lengths.sum())}:
+    sizes = {len(a) for a in (part.ids, part.labels, part.weights) if a is not None}
+    if not len(part.lengths) or sizes != {int(part.lengths.sum())}:
         raise ValueError("its arrays don't fit together")
     return part

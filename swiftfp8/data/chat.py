@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -24,6 +24,7 @@ from jinja2.exceptions import TemplateError
 from swiftfp8.data.files import BadPlace, shorten
 from swiftfp8.data.formats import BadRow, Content, Message
 from swiftfp8.data.lengths import MASKED, Fitted, Pair, fit_rows
+from swiftfp8.data.loss_weights import Part, weigh_answers
 from swiftfp8.data.processes import spread
 from swiftfp8.data.spans import Span, SpanFinder
 from swiftfp8.data.templates import ChatTemplate
@@ -54,13 +55,17 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeSettings:
-    """`whole` trains every token of conversations too; `loss_scale` as in `data.loss_scale`."""
+    """`whole` trains every token of conversations too; others as `data.loss_scale` and `_weights`.
+
+    `loss_weights` may be empty, and then rows are given without weights.
+    """
 
     max_length: int
     truncation: str
     system: str | None
     whole: bool
     loss_scale: str = "default"
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +99,22 @@ def encode_each(
     return spread(_Encoder(tokenizer, settings).encode_each, examples, processes)
 
 
+class _Chat(NamedTuple):
+    """A conversation's text, the spans to train, and what is weighed otherwise."""
+
+    text: str
+    spans: list[Span]
+    where: str
+    parts: list[Part]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Rendered:
     """A batch as texts: plain ones, and conversations with their spans."""
 
     examples: int
     texts: list[str]
-    chats: list[tuple[str, list[Span], str]]  # text, assistant's spans, place
+    chats: list[_Chat]
     bad: list[BadPlace]
 
 
@@ -162,21 +176,25 @@ class _Encoder:
     def render(self, examples: Sequence[Example]) -> _Rendered:
         """Texts of a batch; rows that the template refuses are among the bad."""
         texts: list[str] = []
-        chats: list[tuple[str, list[Span], str]] = []
+        chats: list[_Chat] = []
         bad: list[BadPlace] = []
         for example in examples:
             if isinstance(example.content, str):
                 texts.append(example.content)
                 continue
+            parts: list[Part] = []
+            weights = self.settings.loss_weights
             try:
                 rendered, spans = self._spans(self._with_system(example.content), example.tools)
+                if weights:
+                    parts = weigh_answers(example.content, rendered, spans, weights)
             except (BadRow, TemplateError) as error:
                 bad.append(BadPlace(where=example.where, reason=_reason(error)))
                 continue
             spans = self._scaled(example.content, rendered, spans)
             if example.trained_turns is not None:
                 spans = spans[-example.trained_turns :]
-            chats.append((rendered, spans, example.where))
+            chats.append(_Chat(rendered, spans, example.where, parts))
         return _Rendered(examples=len(examples), texts=texts, chats=chats, bad=bad)
 
     def _scaled(self, messages: list[Message], rendered: str, spans: list[Span]) -> list[Span]:
@@ -202,14 +220,14 @@ class _Encoder:
                 if known is not None:
                     texts[k] = np.concatenate([before, known.ids, after]).astype(np.int32)
         return _Encoded(
-            texts=texts, chats=self.words.encode_batch([text for text, _, _ in batch.chats])
+            texts=texts, chats=self.words.encode_batch([chat.text for chat in batch.chats])
         )
 
     def encode(self, batch: _Rendered, known: _Encoded) -> _Encoded:
         """The tokens that are not known yet, by the tokenizer's core. Runs beside `render`."""
         return _Encoded(
             texts=self._fill(batch.texts, known.texts, plain=True),
-            chats=self._fill([text for text, _, _ in batch.chats], known.chats),
+            chats=self._fill([chat.text for chat in batch.chats], known.chats),
         )
 
     def _fill(self, texts: Sequence[str], known: list[Any], *, plain: bool = False) -> list[Any]:
@@ -230,16 +248,17 @@ class _Encoder:
         return Tokenized(examples=batch.examples, fitted=fitted, bad=tuple(batch.bad))
 
     def pairs(self, batch: _Rendered, encoded: _Encoded) -> list[Pair]:
-        """Ids and labels: the batch's texts, then its conversations."""
+        """Ids and labels, and weights where they differ: the batch's texts, its conversations."""
         pairs = [self._whole(ids) for ids in encoded.texts]
-        for (text, spans, where), chars in zip(batch.chats, encoded.chats, strict=True):
-            ranges = chars.token_ranges(spans) if isinstance(chars, Words) else None
+        for chat, chars in zip(batch.chats, encoded.chats, strict=True):
+            wanted = [*chat.spans, *(part.span for part in chat.parts)]
+            ranges = chars.token_ranges(wanted) if isinstance(chars, Words) else None
             if ranges is None and isinstance(chars, Words):  # a turn begins or ends within a word
-                (chars,) = self._encode([text])
-            view = _View(ids=chars.ids, chars=chars, text=text)
+                (chars,) = self._encode([chat.text])
+            view = _View(ids=chars.ids, chars=chars, text=chat.text)
             if ranges is None:
-                ranges = [view.token_range(span) for span in spans]
-            pairs.append(self._mask(view, spans, ranges, where))
+                ranges = [view.token_range(span) for span in wanted]
+            pairs.append(self._mask(view, chat, ranges))
         return pairs
 
     def _whole(self, ids: Sequence[int] | np.ndarray) -> Pair:
@@ -247,6 +266,8 @@ class _Encoder:
         row = np.asarray(ids, dtype=np.int32)
         if eos is not None and (not len(row) or row[-1] != eos):
             row = np.append(row, np.int32(eos))
+        if self.settings.loss_weights:
+            return row, row.copy(), np.ones(len(row), dtype=np.float32)
         return row, row.copy()
 
     def _spans(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
@@ -260,24 +281,36 @@ class _Encoder:
         rendered = self._template.render(messages, tools)
         return rendered, self._finder.find(messages, rendered, tools)
 
-    def _mask(self, view: _View, spans: list[Span], ranges: list[Span], where: str) -> Pair:
-        """Ids up to the end of the last turn (templates may go on), and their labels."""
+    def _mask(self, view: _View, chat: _Chat, ranges: list[Span]) -> Pair:
+        """Ids up to the end of the last turn (templates may go on), and their labels.
+
+        `ranges` are the tokens of the chat's spans, then of its parts.
+        """
         row = np.asarray(view.ids, dtype=np.int32)
         labels = np.full(len(row), MASKED, dtype=np.int32)
+        weights = np.full(len(row) + 1, self.settings.loss_weights.get("prompt", 1.0), np.float32)
+        for part, (first, last) in zip(chat.parts, ranges[len(chat.spans) :], strict=True):
+            weights[first:last] = part.weight
+        ends = {part.span[1]: part.weight for part in chat.parts if part.whole}
         stop = 0
-        for span, (first, last) in zip(spans, ranges, strict=True):
+        for span, (first, last) in zip(chat.spans, ranges, strict=False):
             if self.seen < _CHECKED or not isinstance(view.chars, Words):  # words end where it does
-                self._check(view, span, first, last, where)
+                self._check(view, span, first, last, chat.where)
             closed = view.ids[last - 1] in self.special  # `{% generation %}` may hold the end
             stop = last if closed else self._end_of_turn(view, span[1], last)
             labels[first:stop] = row[first:stop]
+            weights[last : stop + 1] = ends.get(span[1], 1.0)  # one more, should an end be added
         if self.settings.whole:
             labels[:stop] = row[:stop]
         row, labels = row[:stop], labels[:stop]
         eos = self.tokenizer.eos_token_id
         if stop and row[-1] not in self.special and eos is not None:
-            return np.append(row, np.int32(eos)), np.append(labels, np.int32(eos))
-        return row, labels
+            row, labels = np.append(row, np.int32(eos)), np.append(labels, np.int32(eos))
+        if not self.settings.loss_weights:
+            return row, labels
+        weights = weights[: len(row)]
+        labels[weights == 0] = MASKED
+        return row, labels, weights
 
     def _end_of_turn(self, view: _View, end: int, last: int) -> int:
         """One past the special token that follows the turn with only blanks between, or `last`."""

@@ -37,56 +37,64 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.tasks import TASKS, Head, rates_answers
 
 if TYPE_CHECKING:
-    from swiftfp8.config.schema import Config
+    from swiftfp8.config.schema import Config, DataConfig
 
 log = logging.getLogger(__name__)
 
 
 class TokenRows:
-    """Map-style rows `{input_ids, labels}` in two flat arrays: 8 bytes a token."""
+    """Map-style rows `{input_ids, labels}`, or `loss_weights` too, in flat arrays: 4 bytes each."""
 
-    def __init__(self, ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(
+        self,
+        ids: np.ndarray,
+        labels: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None = None,
+    ) -> None:
         self.lengths = lengths
         self._ends = np.cumsum(lengths)
-        self._ids, self._labels = ids, labels
+        self._columns = {"input_ids": ids, "labels": labels}
+        if weights is not None:
+            self._columns["loss_weights"] = weights
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> TokenRows:
         """From rows one by one."""
         assert pairs
-        return cls(
-            np.concatenate([ids for ids, _ in pairs]),
-            np.concatenate([labels for _, labels in pairs]),
-            np.array([len(ids) for ids, _ in pairs], dtype=np.int64),
-        )
+        ids, labels, *weights = (np.concatenate(column) for column in zip(*pairs, strict=True))
+        return cls(ids, labels, np.array([len(pair[0]) for pair in pairs], np.int64), *weights)
 
     def keep(self, report: PartReport) -> KeptPart:
         """What a cache keeps of the rows."""
-        return KeptPart(ids=self._ids, labels=self._labels, lengths=self.lengths, report=report)
+        return KeptPart(
+            ids=self._columns["input_ids"],
+            labels=self._columns["labels"],
+            weights=self._columns.get("loss_weights"),
+            lengths=self.lengths,
+            report=report,
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def __getitem__(self, index: int) -> dict[str, list[Any]]:
         end = self._ends[index]
         start = end - self.lengths[index]
-        return {
-            "input_ids": self._ids[start:end].tolist(),
-            "labels": self._labels[start:end].tolist(),
-        }
+        return {name: column[start:end].tolist() for name, column in self._columns.items()}
 
-    def gather(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels of the rows in another order, one row after the other."""
+    def gather(self, order: np.ndarray) -> dict[str, np.ndarray]:
+        """The columns of the rows in another order, one row after the other."""
         starts = (self._ends - self.lengths)[order]
         sizes = self.lengths[order]
         begins = np.cumsum(sizes) - sizes
         take = np.arange(sizes.sum()) + np.repeat(starts - begins, sizes)
-        return self._ids[take], self._labels[take]
+        return {name: column[take] for name, column in self._columns.items()}
 
     @property
     def trained_tokens(self) -> int:
         """How many tokens have a loss."""
-        return int(np.count_nonzero(self._labels != MASKED))
+        return int(np.count_nonzero(self._columns["labels"] != MASKED))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,22 +107,22 @@ class Collator:
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Any]:
         """`input_ids` and `labels` (-100 = no loss) [rows, length] int64, and `num_tokens`.
 
-        There is no attention mask: what is to the right is never seen by causal attention, which
-        is faster without one. `num_tokens` counts what is not padding, for the trainer.
+        Where rows have `loss_weights`, those too, in float32. There is no attention mask: what is
+        to the right is never seen by causal attention, which is faster without one. `num_tokens`
+        counts what is not padding, for the trainer.
         """
         import torch
 
         longest = max(len(row["input_ids"]) for row in rows)
         length = -(-longest // self.token_multiple) * self.token_multiple
-        shape = (len(rows), length)
-        ids = torch.full(shape, self.pad_id, dtype=torch.long)
-        labels = torch.full(shape, MASKED, dtype=torch.long)
-        for k, row in enumerate(rows):
-            size = len(row["input_ids"])
-            ids[k, :size] = torch.as_tensor(row["input_ids"])
-            labels[k, :size] = torch.as_tensor(row["labels"])
-        tokens = sum(len(row["input_ids"]) for row in rows)
-        return {"input_ids": ids, "labels": labels, "num_tokens": tokens}
+        fills: dict[str, Any] = {"input_ids": self.pad_id, "labels": MASKED, "loss_weights": 0.0}
+        batch: dict[str, Any] = {"num_tokens": sum(len(row["input_ids"]) for row in rows)}
+        for name in rows[0]:
+            kind = torch.float32 if name == "loss_weights" else torch.long
+            batch[name] = torch.full((len(rows), length), fills[name], dtype=kind)
+            for k, row in enumerate(rows):
+                batch[name][k, : len(row[name])] = torch.as_tensor(row[name])
+        return batch
 
 
 Rows = TokenRows | PackedRows | TaskRows | RelatedRows
@@ -236,7 +244,7 @@ def _language_rows(
     if cache is not None and kept is not None:
         note = f"tokens taken from {cache.path} (data.cache=true)"
         made = {
-            name: (TokenRows(part.ids, part.labels, part.lengths), part.report)
+            name: (TokenRows(part.ids, part.labels, part.lengths, part.weights), part.report)
             for name, part in kept.items()
         }
     else:
@@ -399,7 +407,14 @@ def tokenize_settings(config: Config) -> TokenizeSettings:
         system=config.system,
         whole=config.task == "pretrain" or config.data.loss_scale == "all",
         loss_scale=config.data.loss_scale,
+        loss_weights=_weights(config.data),
     )
+
+
+def _weights(data: DataConfig) -> dict[str, float]:
+    """The weights, unless they are all 1, so that rows are held without."""
+    weights = {str(name): weight for name, weight in data.loss_weights.items()}
+    return {} if set(weights.values()) <= {1.0} else weights
 
 
 def _nothing_left(dropped: Counter[str], bad: list[BadPlace], name: str) -> SwiftFP8Error:

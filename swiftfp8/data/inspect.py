@@ -150,8 +150,8 @@ def _inspect(
         ),
         sampled=len(drawn),
         max_length=config.max_length,
-        lengths=np.array([len(ids) for ids, _ in pairs], dtype=np.int64),
-        trained=np.array([np.count_nonzero(y != MASKED) for _, y in pairs], dtype=np.int64),
+        lengths=np.array([len(pair[0]) for pair in pairs], dtype=np.int64),
+        trained=np.array([np.count_nonzero(pair[1] != MASKED) for pair in pairs], dtype=np.int64),
         fitted=fit_rows(
             pairs, config.max_length, config.data.truncation, bos=tokenizer.bos_token_id
         ),
@@ -190,7 +190,7 @@ def _show(
     for k in range(count):
         example = examples[k * len(examples) // count]
         pairs, _ = tokenize([example])
-        for ids, labels in pairs:
+        for ids, labels, *_ in pairs:
             cut = max(0, len(ids) - config.max_length)
             first = (ids[: config.max_length], labels[: config.max_length])
             if config.data.truncation == "left":

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 MASKED = -100
-Pair = tuple[np.ndarray, np.ndarray]
+Pair = tuple[np.ndarray, ...]
+"""A row's ids and labels (int32), and where `data.loss_weights` is set its weights (float32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,24 +25,27 @@ class Fitted:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Between processes all rows go as one array: thousands of small ones take long."""
-        rows = [row for pair in self.pairs for row in pair]
-        flat = np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
-        ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-        return _fitted, (flat, ends, self.dropped, self.truncated, self.split)
+        columns = [np.concatenate(column) for column in zip(*self.pairs, strict=True)]
+        lengths = [len(pair[0]) for pair in self.pairs]
+        return _fitted, (columns, lengths, self.dropped, self.truncated, self.split)
 
 
 def _fitted(
-    flat: np.ndarray, ends: np.ndarray, dropped: dict[str, int], truncated: int, split: int
+    columns: list[np.ndarray],
+    lengths: list[int],
+    dropped: dict[str, int],
+    truncated: int,
+    split: int,
 ) -> Fitted:
-    rows = np.split(flat, ends[:-1]) if len(ends) else []
-    pairs = list(zip(rows[::2], rows[1::2], strict=True))
+    cuts = np.cumsum(lengths)[:-1]
+    pairs = list(zip(*(np.split(column, cuts) for column in columns), strict=True))
     return Fitted(pairs=pairs, dropped=dropped, truncated=truncated, split=split)
 
 
 def fit_rows(
     pairs: Iterable[Pair], limit: int, truncation: str, *, bos: int | None = None
 ) -> Fitted:
-    """Bring (ids, labels) rows to `limit` tokens.
+    """Bring rows to `limit` tokens.
 
     Plain text, which is trained whole, goes on in a new row, so that no token is lost. A
     conversation loses its end (`right`), or its beginning but for the token `bos` (`left`), and is
@@ -51,21 +55,22 @@ def fit_rows(
     kept: list[Pair] = []
     dropped: Counter[str] = Counter()
     truncated = split = 0
-    for ids, labels in pairs:
+    for pair in pairs:
+        ids, labels = pair[:2]
         if len(ids) <= limit:
-            pieces = [(ids, labels)]
+            pieces = [pair]
         elif truncation == "delete":
             dropped[f"longer than max_length={limit}"] += 1
             continue
         elif labels[0] != MASKED or truncation == "split":
             starts = range(0, len(ids), limit)
-            pieces = [(ids[i : i + limit], labels[i : i + limit]) for i in starts]
+            pieces = [tuple(column[i : i + limit] for column in pair) for i in starts]
             split += 1
         elif truncation == "left":
-            pieces = [_end_of(ids, labels, limit, bos)]
+            pieces = [_end_of(pair, limit, bos)]
             truncated += 1
         else:
-            pieces = [(ids[:limit], labels[:limit])]
+            pieces = [tuple(column[:limit] for column in pair)]
             truncated += 1
         learned = [piece for piece in pieces if np.any(piece[1][1:] != MASKED)]
         kept += learned  # of the others nothing is learned: nothing predicts the first token
@@ -76,9 +81,10 @@ def fit_rows(
     return Fitted(pairs=kept, dropped=dict(dropped), truncated=truncated, split=split)
 
 
-def _end_of(ids: np.ndarray, labels: np.ndarray, limit: int, bos: int | None) -> Pair:
+def _end_of(pair: Pair, limit: int, bos: int | None) -> Pair:
     """The last `limit` tokens, or the first and one less where it is `bos`, as models expect it."""
+    ids = pair[0]
     if bos is None or ids[0] != bos or limit < 2:
-        return ids[-limit:], labels[-limit:]
+        return tuple(column[-limit:] for column in pair)
     rest = slice(len(ids) - limit + 1, None)
-    return np.concatenate([ids[:1], ids[rest]]), np.concatenate([labels[:1], labels[rest]])
+    return tuple(np.concatenate([column[:1], column[rest]]) for column in pair)

@@ -81,16 +81,16 @@ def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> 
 
 
 class PackedRows:
-    """Map-style packs `{input_ids, labels, position_ids}` of int64 arrays."""
+    """Map-style packs `{input_ids, labels, position_ids}` of int64 arrays, and rows' weights."""
 
     def __init__(self, rows: TokenRows, packs: Sequence[np.ndarray]) -> None:
         order = np.concatenate(packs)
-        self._ids, self._labels = rows.gather(order)
+        self._columns = rows.gather(order)
         self._row_lengths = rows.lengths[order]
         starts = np.cumsum(self._row_lengths) - self._row_lengths
-        self._labels[starts] = MASKED
+        self._columns["labels"][starts] = MASKED
         self._first_row = np.cumsum([0, *map(len, packs)])
-        ends = np.append(starts, len(self._ids))[self._first_row]
+        ends = np.append(starts, self._row_lengths.sum())[self._first_row]
         self._ends = ends[1:]
         self.lengths = np.diff(ends)
 
@@ -102,11 +102,10 @@ class PackedRows:
         end = self._ends[index]
         start = end - self.lengths[index]
         first, last = self._first_row[index : index + 2]
-        return {
-            "input_ids": self._ids[start:end].astype(np.int64),
-            "labels": self._labels[start:end].astype(np.int64),
-            "position_ids": _positions(self._row_lengths[first:last]),
-        }
+        pack = {name: column[start:end] for name, column in self._columns.items()}
+        for name in ("input_ids", "labels"):
+            pack[name] = pack[name].astype(np.int64)
+        return {**pack, "position_ids": _positions(self._row_lengths[first:last])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +122,7 @@ class PackCollator:
     def __call__(self, packs: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
         """`input_ids labels position_ids` [packs, length] int64, and `num_tokens`.
 
+        Where rows have `loss_weights`, those too, in float32.
         `num_tokens` counts tokens without those that fill up; it is the trainer's, not the model's.
         """
         if self.flatten:
@@ -133,7 +133,9 @@ class PackCollator:
             key: _stack([np.resize(pack[key], length) for pack in packs])
             for key in ("input_ids", "position_ids")
         }
-        batch["labels"] = _stack([_extend(pack["labels"], length) for pack in packs])
+        for key, fill in (("labels", MASKED), ("loss_weights", 0.0)):
+            if key in packs[0]:
+                batch[key] = _stack([_extend(pack[key], length, fill) for pack in packs])
         batch["num_tokens"] = sum(len(pack["input_ids"]) for pack in packs)
         return batch
 
@@ -144,8 +146,8 @@ def _positions(lengths: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum(), dtype=np.int64) - np.repeat(starts, lengths)
 
 
-def _extend(labels: np.ndarray, length: int) -> np.ndarray:
-    return np.append(labels, np.full(length - len(labels), MASKED, dtype=labels.dtype))
+def _extend(row: np.ndarray, length: int, fill: float) -> np.ndarray:
+    return np.append(row, np.full(length - len(row), fill, dtype=row.dtype))
 
 
 def _stack(rows: list[np.ndarray]) -> torch.Tensor:

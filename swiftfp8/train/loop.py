@@ -24,6 +24,7 @@ from swiftfp8.plan import Plan
 from swiftfp8.train import checkpoint as store
 from swiftfp8.train.average import WeightAverage, take_weights
 from swiftfp8.train.guard import find_fault
+from swiftfp8.train.losses import targets
 from swiftfp8.train.masters import MasterAdamW, drop_masters
 from swiftfp8.train.metrics import Meter, Progress, RunLog
 from swiftfp8.train.objectives import Objective, Sums, finish, merge
@@ -134,7 +135,7 @@ class FP8Trainer(transformers.Trainer):
         count = count.to(device)
         if self.args.world_size > 1:
             count = self.accelerator.gather(count).sum()
-        return batches, count.clamp(min=1)
+        return batches, _or_one(count)
 
     def _count(self, batch: Any) -> torch.Tensor:
         """What a batch's loss is the mean over: predicted tokens, or an objective's rows."""
@@ -206,7 +207,8 @@ class FP8Trainer(transformers.Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Mean loss over the evaluation rows' trained tokens, or an objective's over the rows.
+        """Mean loss over the evaluation rows' trained tokens, weighed as in training, or an
+        objective's over the rows.
 
         It leaves training undisturbed.
 
@@ -234,7 +236,7 @@ class FP8Trainer(transformers.Trainer):
                 count = self._count(batch)
                 with self.compute_loss_context_manager():
                     if session.objective is None:
-                        items = count.clamp(min=1)
+                        items = _or_one(count)
                         loss = self.compute_loss(model, batch, num_items_in_batch=items)
                         # It is multiplied by the number of processes, for averaged gradients.
                         loss = loss.double() * count / self.accelerator.num_processes
@@ -243,7 +245,7 @@ class FP8Trainer(transformers.Trainer):
                         loss, sums = outcome.loss.double(), merge(sums, outcome.sums)
                 total += torch.stack([loss, count.double()])
             loss_sum, tokens = self.accelerator.reduce(total, "sum").tolist()
-        value = loss_sum / max(tokens, 1.0)
+        value = loss_sum / (tokens or 1.0)
         self.last_eval = (self.state.global_step, value)
         metrics = {f"{metric_key_prefix}_loss": value}
         for name, measured in self._measured(sums).items():
@@ -513,5 +515,11 @@ def count_tokens(batch: Any) -> torch.Tensor | int:
 
 
 def _count_targets(batch: Any) -> torch.Tensor:
-    """Tokens that are predicted: labels that are not masked, but for each row's first."""
-    return (batch["labels"][..., 1:] != -100).sum()
+    """Tokens that are predicted, or their weights: labels not masked, but for each row's first."""
+    weights = batch.get("loss_weights")
+    return targets(batch["labels"][..., 1:], None if weights is None else weights[..., 1:])
+
+
+def _or_one(count: torch.Tensor) -> torch.Tensor:
+    """A divisor: where nothing is counted, nothing is divided."""
+    return torch.where(count == 0, torch.ones_like(count), count)

@@ -57,16 +57,20 @@ def linear_cross_entropy(
     weight_VK: torch.Tensor | Fp8Head,
     labels: torch.Tensor,
     *,
-    items: torch.Tensor | int | None = None,
+    items: torch.Tensor | float | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean loss of `hidden` [..., K] against `labels` [...], which are already shifted.
 
-    `items` replaces the number of labels that are not -100 as the mean's divisor.
+    `weights` [...] multiply the labels' losses, and the mean is over their sum. `items` replaces
+    that sum, or the number of labels that are not -100, as the mean's divisor.
     """
     rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
     flat = labels.reshape(-1).to(rows.device)
+    if weights is not None:
+        weights = weights.reshape(-1).to(rows.device, torch.float32)
     if items is None:
-        count = (flat != IGNORED).sum().clamp(min=1).float()
+        count = targets(flat, weights).clamp(min=torch.finfo(torch.float32).tiny).float()
     else:
         count = torch.as_tensor(items, dtype=torch.float32, device=rows.device)
     return _LinearCrossEntropy.apply(
@@ -75,7 +79,48 @@ def linear_cross_entropy(
         None if isinstance(weight_VK, torch.Tensor) else weight_VK,
         flat,
         count,
+        weights,
     )
+
+
+def targets(labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """What a mean loss is divided by: the labels that are not -100, or the sum of their weights."""
+    counted = labels != IGNORED
+    return counted.sum() if weights is None else (counted * weights).sum()
+
+
+def weigh_loss(model: nn.Module) -> None:
+    """Make a causal language model take `loss_weights` [B, T] beside labels, of logits held whole.
+
+    The loss is what `linear_cross_entropy` gives; the logits are returned as well.
+    """
+    causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    plain_forward = causal.forward
+
+    @functools.wraps(plain_forward)
+    def forward(
+        *args: Any,
+        labels: torch.Tensor | None = None,
+        loss_weights: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if labels is None or loss_weights is None:
+            return plain_forward(*args, labels=labels, **kwargs)
+        items = kwargs.pop("num_items_in_batch", None)
+        outputs = plain_forward(*args, **kwargs)
+        aimed, weights = _shift(labels, IGNORED).flatten(), _shift(loss_weights, 0.0).flatten()
+        logits = outputs.logits.float().flatten(0, -2)
+        losses = functional.cross_entropy(logits, aimed, ignore_index=IGNORED, reduction="none")
+        divisor = targets(aimed, weights) if items is None else items
+        outputs.loss = (losses * weights).sum() / divisor
+        return outputs
+
+    causal.forward = forward
+
+
+def _shift(row: torch.Tensor, fill: float) -> torch.Tensor:
+    """Each place's next value [B, T]."""
+    return functional.pad(row, (0, 1), value=fill)[..., 1:]
 
 
 def fuse_loss(model: nn.Module, *, head: str = "bf16") -> str | None:
@@ -125,12 +170,15 @@ def _forward_with_loss(
     kwargs.pop("logits_to_keep", None)
     shifted = kwargs.pop("shift_labels", None)
     kwargs.pop("return_dict", None)
+    weights = kwargs.pop("loss_weights", None)
     outputs = causal.base_model(*args, return_dict=True, **kwargs)
     if shifted is None:
-        shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        shifted = _shift(labels, IGNORED)
+    if weights is not None:
+        weights = _shift(weights, 0.0)
     hidden = outputs.last_hidden_state
     weight = _head_weight(causal.lm_head, hidden) if fp8_head is None else fp8_head
-    loss = linear_cross_entropy(hidden, weight, shifted, items=items)
+    loss = linear_cross_entropy(hidden, weight, shifted, items=items, weights=weights)
     return CausalLMOutputWithPast(
         loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions
     )
@@ -160,11 +208,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head: Fp8Head | None,
         labels_T: torch.Tensor,
         count: torch.Tensor,
+        weights_T: torch.Tensor | None,
     ) -> torch.Tensor:
         need_dh, need_dw = ctx.needs_input_grad[:2]
         with torch.autocast(hidden_TK.device.type, enabled=False):
             loss, dh, dw = _loss_and_gradients(
-                hidden_TK, weight_VK, head, labels_T, need_dh=need_dh, need_dw=need_dw
+                hidden_TK, weight_VK, head, labels_T, weights_T, need_dh=need_dh, need_dw=need_dw
             )
         ctx.save_for_backward(dh, dw, count)
         return loss / count
@@ -175,7 +224,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = d_loss / count
         dh = None if dh is None else (dh * scale).to(dh.dtype)
         dw = None if dw is None else (dw * scale).to(dw.dtype)
-        return dh, dw, None, None, None
+        return dh, dw, None, None, None, None
 
 
 def _loss_and_gradients(
@@ -183,6 +232,7 @@ def _loss_and_gradients(
     weight_VK: torch.Tensor | None,
     head: Fp8Head | None,
     labels_T: torch.Tensor,
+    weights_T: torch.Tensor | None,
     *,
     need_dh: bool,
     need_dw: bool,
@@ -210,10 +260,15 @@ def _loss_and_gradients(
                 *quantize_rows(h), head.weight8_VK, head.scale_V,
                 split_accumulator=head.split_accumulator, dtype=h.dtype,
             )  # fmt: skip
-        total += cross_entropy_(z, labels, grad=grad).sum()
+        losses = cross_entropy_(z, labels, grad=grad)
+        # Weights go where a token's row is short: a loss, a row of dh, of h in dw; not into dz.
+        w = None if weights_T is None else weights_T[start : start + step]
+        total += losses.sum() if w is None else losses @ w
         if dh is not None:
-            dh[start : start + step] = _dh(z, weight, head, transposed)
+            part = _dh(z, weight, head, transposed)
+            dh[start : start + step] = part if w is None else part * w[:, None]
         if need_dw:
+            h = h if w is None else (h * w[:, None]).to(h.dtype)
             part = z.t() @ h
             if dw is not None:
                 dw += part

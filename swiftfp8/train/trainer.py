@@ -29,7 +29,7 @@ from swiftfp8.train.coverage import record_coverage
 from swiftfp8.train.flops import flops_per_token, peak_flops
 from swiftfp8.train.log_probs import offer_log_probs
 from swiftfp8.train.loop import FP8Trainer, Session, data_shape
-from swiftfp8.train.losses import fuse_loss
+from swiftfp8.train.losses import fuse_loss, weigh_loss
 from swiftfp8.train.metrics import (
     Meter,
     Progress,
@@ -152,7 +152,7 @@ def run_training(
             stop=stop,
             objective=build_objective(model, plan, config),
         )
-        _prepare_loss(model, plan)
+        _prepare_loss(model, plan, weighted=bool(config.data.loss_weights))
         if start.step < total:
             if uses_reference(config) and config.rlhf.precompute_ref:
                 datasets = add_reference(model, datasets, session)
@@ -243,7 +243,7 @@ class _StartPoint:
             display.note(f"nothing is left to train: the run ends at step {total}")
 
 
-def _prepare_loss(model: Any, plan: Plan) -> None:
+def _prepare_loss(model: Any, plan: Plan, *, weighted: bool) -> None:
     """Let the model compute its loss, or log-probabilities, as the plan says."""
     if plan.task == "dpo":
         offer_log_probs(model, chunked=plan.loss.fused)
@@ -253,6 +253,8 @@ def _prepare_loss(model: Any, plan: Plan) -> None:
             where="train.fused_loss",
             fix="set train.fused_loss=off",
         )
+    elif weighted and not plan.loss.fused:
+        weigh_loss(model)
 
 
 def _train(
