@@ -39,6 +39,7 @@ from swiftfp8.precision.kernels.quantize import (
     quantize_weight,
 )
 from swiftfp8.precision.kernels.trained import (
+    Constants,
     quantize_trained,
     trained_matmul,
     trained_swiglu,
@@ -121,15 +122,21 @@ def _fuse_swiglu(mlp: nn.Module) -> None:
     activation = type(getattr(mlp, "act_fn", None)).__name__
     if len(trained) < 3 or activation not in ("SiLU", "SiLUActivation"):
         return
-    plain, weights = mlp.forward, [linear.weight for linear in trained]
+    gate, up, down = trained
+    plain = mlp.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if not all(linear.enabled for linear in trained):
             return plain(x)
         rows = x.to(compute_dtype(x)).reshape(-1, x.shape[-1])
         padded = pad_tokens(rows, _TOKEN_MULTIPLE)
-        y = trained_swiglu(padded, *weights, trained[0].split_accumulator)[: rows.shape[0]]
-        return y.view(*x.shape[:-1], -1)
+        y = trained_swiglu(
+            padded,
+            (gate.weight, up.weight, down.weight),
+            (gate.constants, up.constants, down.constants),
+            gate.split_accumulator,
+        )
+        return y[: rows.shape[0]].view(*x.shape[:-1], -1)
 
     mlp.forward = forward  # type: ignore[method-assign]
 
@@ -246,10 +253,18 @@ class RowwiseTrainedLinear(PrecisionLinear):
         self.split_accumulator = split_accumulator
         self.weight = linear.weight
         self.bias = linear.bias
+        constants = Constants.of(linear.weight)
+        self.register_buffer("least_scale", constants.least, persistent=False)
+        self.register_buffer("ones", constants.ones, persistent=False)
+
+    @property
+    def constants(self) -> Constants:
+        """What its matmuls need beside the weight."""
+        return Constants(least=self.least_scale, ones=self.ones)
 
     def dequantize(self) -> torch.Tensor:
         """The weight that the matmul sees, [out_features, in_features], float32."""
-        return dequantize_rows(*quantize_trained(self.weight.detach()))
+        return dequantize_rows(*quantize_trained(self.weight.detach(), self.least_scale))
 
     def weight_bytes(self) -> int:
         """Bytes of the trained weight."""
@@ -263,7 +278,8 @@ class RowwiseTrainedLinear(PrecisionLinear):
             if not torch.compiler.is_compiling():  # compile_layers counts
                 self.ran_fp8 += 1
             padded = pad_tokens(rows, _TOKEN_MULTIPLE)
-            y = trained_matmul(padded, self.weight, self.split_accumulator)[: rows.shape[0]]
+            y = trained_matmul(padded, self.weight, self.constants, self.split_accumulator)
+            y = y[: rows.shape[0]]
         else:
             if not torch.compiler.is_compiling():
                 self.ran_high += 1

@@ -115,7 +115,12 @@ def test_trained_swiglu_against_float64(compiled: bool) -> None:
     def plain(x: torch.Tensor, gate: Any, up: Any, down: Any) -> torch.Tensor:
         return (nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
 
-    ours = torch.compile(trained.trained_swiglu) if compiled else trained.trained_swiglu
+    constants = tuple(map(trained.Constants.of, weights))
+
+    def fused(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return trained.trained_swiglu(x, weights, constants)
+
+    ours = torch.compile(fused) if compiled else fused
     results = []
     for function, dtype in ((ours, BF16), (plain, torch.float64)):
         leaves = [t.to(dtype).detach().requires_grad_() for t in (x, *weights)]
