@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swiftfp8.adapters.lora import add_adapter
+from swiftfp8.adapters.pissa import Principal, begin_with, take_principal
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.plan import FP8_RECIPES, LayerPlan, Plan
 from swiftfp8.precision._backend import PrecisionLinear, find_backend
@@ -73,13 +74,18 @@ def inject_precision(model: PreTrainedModel, plan: Plan, device: str | torch.dev
     model.requires_grad_(plan.tuner == "full")
     for name in plan.trained:
         _require_grad(model, name)
+    principal: dict[str, Principal] = {}
     for layer in plan.layers:
+        if layer.lora and plan.lora is not None and plan.lora.init == "pissa":
+            linear: Any = model.get_submodule(layer.name)
+            principal[layer.name] = take_principal(linear.to(device), layer.name, plan.lora)
         if layer.precision in FP8_RECIPES:
             _replace(model, layer, plan, backend.convert, device)
     for name in plan.head_modules:
         compute_in_float32(model.get_submodule(name))
     _move_rest(model, device)
     injected = model if plan.lora is None else add_adapter(model, plan.lora)
+    begin_with(injected, principal)
     if plan.gradient_checkpointing != "none":
         # After PEFT, which would else make the embeddings' output require gradients: recomputation
         # without re-entry needs none, and the first layer is spared its dgrad.

@@ -98,6 +98,7 @@ def estimate_memory(
     state_dtype: str = "fp32",
     optimizer: str = "adamw_torch",
     dora: bool = False,
+    pissa: bool = False,
     ema: bool = False,
     compiled: bool = False,
     accumulates: bool = False,
@@ -108,8 +109,9 @@ def estimate_memory(
     `checkpointing` is "none", "selective" or "full"; `fused_layers` decoder layers are run as one
     function by the torch backend. `master_weights`: trained BF16 weights have FP32 masters,
     and moments of `state_dtype`, "fp32" or "bf16"; other optimizers keep `MOMENTS`. `dora` measures
-    the rows of one weight at a time. Where a step `accumulates` micro-batches, gradients are there
-    from the second one on; otherwise they take the activations' place.
+    the rows of one weight at a time, `pissa` remembers what the adapters began as. Where a step
+    `accumulates` micro-batches, gradients are there from the second one on; otherwise they take the
+    activations' place.
     """
     c = DTYPE_BYTES[compute_dtype]
     moments = MOMENTS.get(optimizer, 2.0)
@@ -123,6 +125,9 @@ def estimate_memory(
         copies = {"full": meta.total_params * 4, "freeze": _trained(layers) * 4}
         held = copies[tuner] / GIB if tuner in copies else fixed.adapters
         fixed = replace(fixed, optimizer=fixed.optimizer + held)
+    if pissa:
+        first = sum(_adapter_size(layer, lora_rank) for layer in layers if layer.lora)
+        fixed = replace(fixed, adapters=fixed.adapters + 4 * first / GIB)
     if dora:  # one weight, and with its update, in FP32
         largest = max((_size(layer) / layer.count for layer in layers if layer.lora), default=0)
         fixed = replace(fixed, workspace=fixed.workspace + 2 * 4 * largest / GIB)

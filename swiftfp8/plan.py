@@ -228,6 +228,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         state_dtype=config.optim.state_dtype,
         optimizer=config.optim.name,
         dora=config.use_dora,
+        pissa=config.init_lora == "pissa",
         ema=config.train.ema_decay > 0,
         fused_loss=loss.fused,
         compiled=fusion.compiled,

@@ -62,7 +62,7 @@ class LoraPlan:
     targets: tuple[str, ...]
     modules_to_save: tuple[str, ...] = ()
     task_type: str = "CAUSAL_LM"
-    init: str = "default"  # or "gaussian"
+    init: str = "default"  # or "gaussian", "pissa"
     use_dora: bool = False
     plus_ratio: float = 1.0  # B's learning rate over A's
     rank_pattern: tuple[tuple[str, int], ...] = ()

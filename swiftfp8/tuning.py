@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.models.meta import ModelMeta
+from swiftfp8.tasks import uses_reference
 
 if TYPE_CHECKING:
     from swiftfp8.config.schema import Config
@@ -67,6 +68,11 @@ def tuning_notes(config: Config, *, fp8: bool, trains_bf16: bool) -> list[str]:
             f"train.ema_decay={config.train.ema_decay:g}: evaluated, saved and exported is the "
             "average of the trained weights, an FP32 copy of them"
         )
+    if config.init_lora == "pissa":
+        notes.append(
+            "init_lora=pissa: the base is what is left of each weight without its principal part; "
+            "checkpoints hold the change against the base on disk, an adapter of twice the rank"
+        )
     if config.optim.name == "muon":
         rest = "everything else" if config.tuner == "full" else "what is no matrix"
         notes.append(f"optim.name=muon steps matrices of layers; AdamW steps {rest}")
@@ -97,16 +103,7 @@ def tuning_problems(
         )
     if config.tuner != "lora":
         return problems + _needless(config)
-    if config.init_lora == "pissa":
-        problems.append(
-            SwiftFP8Error(
-                "PiSSA takes the largest singular values out of the base weights: the adapter then "
-                "fits no base that exists on disk, so it could be neither merged nor exported, and "
-                "a base in FP8 would round what is left of it",
-                where="init_lora=pissa",
-                fix="set init_lora=default or gaussian",
-            )
-        )
+    problems += _pissa_problems(config, targets, meta)
     for key in PATTERNS:
         problems += _pattern_problems(key, getattr(config, key), targets)
     for name in sorted(targets & saved):
@@ -175,6 +172,25 @@ def _pattern_problems(
             fix = f"give the end of a name, such as q_proj or layers.0.self_attn.q_proj ({ends})"
             problems.append(SwiftFP8Error(what, where=key, fix=fix))
     return problems
+
+
+def _pissa_problems(config: Config, targets: set[str], meta: ModelMeta) -> list[SwiftFP8Error]:
+    if config.init_lora != "pissa":
+        return []
+    what = []
+    if config.use_dora:
+        what.append(("DoRA measures the rows of a base that PiSSA takes apart", "use_dora=false"))
+    if uses_reference(config):
+        why = "the reference is the model with its adapter off, which PiSSA leaves incomplete"
+        what.append((why, "init_lora=default, or rlhf.loss_type=orpo or simpo"))
+    sizes = [m for m in meta.linears if m.name in targets]
+    small = [m for m in sizes if lora_shape(config, m.name)[0] > min(m.in_features, m.out_features)]
+    if small:
+        why = f"{small[0].name} has fewer directions than its LoRA rank"
+        what.append((why, f"a rank of at most {min(small[0].in_features, small[0].out_features)}"))
+    return [
+        SwiftFP8Error(why, where="init_lora=pissa", fix=f"set {instead}") for why, instead in what
+    ]
 
 
 def _needless(config: Config) -> list[SwiftFP8Error]:

@@ -18,7 +18,7 @@ FAMILY_TEMPLATES = {
 {%- if messages[0].role == 'system' %}{% set ns.system = messages[0].content + '\\n\\n' %}
 {%- set messages = messages[1:] %}{% endif %}{{- bos_token }}{% for m in messages %}
 {%- if m.role == 'user' %}
-{{- '[INST] ' + (ns.system if loop.index0 >= messages | length - 2 else '') + m.content + '[/INST]' }}
+{{- '[INST] ' + (ns.system if loop.revindex <= 2 else '') + m.content + '[/INST]' }}
 {%- else %}{{- ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}""",
     "InternLM2": "{{ bos_token }}" + _CHATML,
     "Yi": _CHATML,

@@ -438,8 +438,8 @@ class Config:
     lora_plus_ratio: Annotated[Real, Field(ge=1.0)] = 1.0
     """LoRA+: how many times A's learning rate B has (16 is usual)."""
     init_lora: Literal["default", "gaussian", "pissa"] = "default"
-    """How A begins: `default` (Kaiming uniform) or `gaussian`; B is zero. `pissa` is refused, with
-    the reason."""
+    """How A and B begin: A by `default` (Kaiming uniform) or `gaussian`, and B as zero; or both as
+    the weight's largest singular vectors, which the base then lacks (`pissa`)."""
     rank_pattern: dict[str, Positive] = Field(default_factory=dict)
     """Ranks of single linears, by regular expressions on the end of a name: `{down_proj: 16}`."""
     alpha_pattern: dict[str, Annotated[Real, Field(gt=0.0)]] = Field(default_factory=dict)

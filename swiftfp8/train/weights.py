@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
+from swiftfp8.adapters.pissa import save_change, without_principal
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.freezing import is_below
 from swiftfp8.models.checkpoint import read_config_json
@@ -45,8 +46,11 @@ def save_weights(
     in place of the base's, or the model (full).
     """
     if is_peft(model):
-        # The base's embeddings are never trained here; asking PEFT to find out may go to the hub.
-        model.save_pretrained(str(folder), save_embedding_layers=False)
+        if plan.lora is not None and plan.lora.init == "pissa":
+            save_change(model, folder)
+        else:
+            # The base's embeddings are never trained here; PEFT might ask the hub to find out.
+            model.save_pretrained(str(folder), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
     elif plan.trained:
         _save_trained(model, folder, plain_state_dict(model), plan)
@@ -80,7 +84,9 @@ def load_weights(
 ) -> None:
     """Load what `save_weights` wrote into the injected model, in place."""
     if is_peft(model):
-        _load_adapter(model, checkpoint)
+        _load_adapter(
+            model, checkpoint, doubled=plan.lora is not None and plan.lora.init == "pissa"
+        )
         return
     if plan.trained:
         _load_trained(plain_state_dict(model), checkpoint, plan)
@@ -123,6 +129,7 @@ def fingerprint(plan: Plan, model: Any, optimizer: str = "adamw_torch") -> dict[
         "modules_to_save": _saved(lora),
         "trained": list(plan.trained) or None,
         "use_dora": True if lora and lora.use_dora else None,
+        "init_lora": "pissa" if lora and lora.init == "pissa" else None,
         "lora_plus": True if lora and lora.plus_ratio != 1.0 else None,
         "optimizer": optimizer if optimizer not in ADAMW else None,
     }
@@ -232,10 +239,12 @@ def _load_trained(own: StateDict, checkpoint: Path, plan: Plan) -> None:
             own[name].copy_(saved[name])
 
 
-def _load_adapter(model: Any, checkpoint: Path) -> None:
+def _load_adapter(model: Any, checkpoint: Path, *, doubled: bool) -> None:
     from peft import set_peft_model_state_dict
 
     tensors = load_file(checkpoint / _ADAPTER_FILE)
+    if doubled:
+        tensors = without_principal(tensors)
     result = set_peft_model_state_dict(model, tensors)
     missing = [key for key in result.missing_keys if "lora_" in key or ".modules_to_save." in key]
     if missing or result.unexpected_keys:

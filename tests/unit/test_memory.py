@@ -138,6 +138,12 @@ def test_adapters_are_fp32_with_two_moments() -> None:
     assert memory.gradients == pytest.approx(memory.adapters)
 
 
+def test_pissa_remembers_what_the_adapters_began_as() -> None:
+    plain, pissa = estimate(), estimate(init_lora="pissa")
+    assert pissa.adapters == pytest.approx(2 * plain.adapters)
+    assert pissa.optimizer == plain.optimizer
+
+
 def test_fewer_targets_save_fewer_inputs() -> None:
     few, all_linear = estimate(target_modules=["q_proj", "v_proj"]), estimate()
     down_and_mlp_inputs = 28 * 8192 * 2 * (3584 + 18944) / GIB

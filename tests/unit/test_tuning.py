@@ -68,7 +68,9 @@ def test_a_head_that_is_saved_is_trained_whole_in_high_precision():
     [
         ({"rank_pattern": {"qproj": 4}}, "fits no linear that has LoRA"),
         ({"alpha_pattern": {"(": 4}}, "no regular expression"),
-        ({"init_lora": "pissa"}, "neither merged nor exported"),
+        ({"init_lora": "pissa", "use_dora": True}, "DoRA measures the rows"),
+        ({"init_lora": "pissa", "task": "dpo"}, "the reference is the model with its adapter off"),
+        ({"init_lora": "pissa", "lora_rank": 256}, "fewer directions than its LoRA rank"),
         ({"modules_to_save": ["lm_head"]}, "shares its weight with the embedding"),
         ({"modules_to_save": ["embed_tokens"]}, "no linear of this model"),
         (
