@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,13 @@ def test_nothing_reaches_back_along_the_pipeline() -> None:
 )
 def test_every_module_imports_without_transformer_engine(module: str) -> None:
     importlib.import_module(module)
+
+
+def test_importing_a_backend_says_nothing() -> None:
+    """torch warns where an operator for Triton is made without it."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import swiftfp8.precision.torch_native"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -32,8 +32,15 @@ def jit(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
     return kernel if triton is None else triton.jit(kernel, **options)
 
 
+def operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a launcher one operator to torch.compile; without Triton, what it is: a function."""
+    if MISSING is not None:
+        return lambda function: function
+    return torch.library.triton_op(f"swiftfp8::{name}", mutates_args={})
+
+
 def traced(kernel: Any) -> Any:
-    """The kernel for the body of a `torch.library.triton_op`, which torch.compile looks into."""
+    """The kernel for the body of an `operator`, which torch.compile looks into."""
     return kernel if MISSING or INTERPRETED else torch.library.wrap_triton(kernel)
 
 

@@ -28,6 +28,7 @@ from swiftfp8.precision.kernels._triton import (
     ceil_div,
     jit,
     next_power_of_2,
+    operator,
     runs_triton,
     tl,
     traced,
@@ -108,7 +109,7 @@ def swiglu_backward(
     return _launch_backward(dm_TI, kept, sm_T1, col_scale_I2, _swiglu_backward)
 
 
-@torch.library.triton_op("swiftfp8::swiglu_rows", mutates_args={})
+@operator("swiglu_rows")
 def swiglu_rows_op(gate_up_TI2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """m8 [T, I] and sm [T, 1] where no LoRA is added, one row a program."""
     if not runs_triton(gate_up_TI2):
@@ -125,7 +126,7 @@ def swiglu_rows_op(gate_up_TI2: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return m8, sm
 
 
-@torch.library.triton_op("swiftfp8::swiglu_rows_backward", mutates_args={})
+@operator("swiglu_rows_backward")
 def swiglu_rows_backward_op(
     dm_TI: torch.Tensor, gate_up_TI2: torch.Tensor, sm_T1: torch.Tensor, col_scale_I2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

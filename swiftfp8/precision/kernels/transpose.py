@@ -16,6 +16,7 @@ import torch
 from swiftfp8.precision.kernels._triton import (
     ceil_div,
     jit,
+    operator,
     runs_triton,
     tl,
     traced,
@@ -53,13 +54,13 @@ def _cast_turned(x_TC: torch.Tensor, factor_T: torch.Tensor, kernel: Any) -> tor
     return out
 
 
-@torch.library.triton_op("swiftfp8::transpose8", mutates_args={})
+@operator("transpose8")
 def transpose8_op(w8_NK: torch.Tensor) -> torch.Tensor:
     """`transpose8` for code that is compiled, which launches the kernel by itself."""
     return _turned(w8_NK, traced(_transpose))
 
 
-@torch.library.triton_op("swiftfp8::cast_transpose", mutates_args={})
+@operator("cast_transpose")
 def cast_transpose_op(x_TC: torch.Tensor, factor_T: torch.Tensor) -> torch.Tensor:
     """e4m3 of (x * factor)ᵀ, [C, T]; `factor` is float32, one for each token."""
     return _cast_turned(x_TC, factor_T, traced(_cast_transpose))
