@@ -212,9 +212,14 @@ def _probe(python: str) -> dict[str, Any]:
     return found
 
 
+def engine_environment() -> dict[str, str]:
+    """What the engine's process finds in its environment: ours, with nothing that is our own."""
+    kept = {key: value for key, value in os.environ.items() if key not in _OURS}
+    return {**kept, **_ENVIRONMENT}
+
+
 def _call(python: str, what: str, job: Any) -> Any:
     """Run the worker in a fresh process; what it wrote."""
-    kept = {key: value for key, value in os.environ.items() if key not in _OURS}
     with tempfile.TemporaryDirectory(prefix="swiftfp8-engine-") as folder:
         job_file, out_file = Path(folder) / "job.json", Path(folder) / "out.json"
         job_file.write_text(json.dumps(job), encoding="utf-8")
@@ -222,7 +227,7 @@ def _call(python: str, what: str, job: Any) -> Any:
         try:
             done = subprocess.run(
                 [python, str(_WORKER), *arguments, str(out_file)],
-                env={**kept, **_ENVIRONMENT},
+                env=engine_environment(),
                 capture_output=True,
                 text=True,
                 errors="replace",

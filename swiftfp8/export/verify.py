@@ -189,7 +189,7 @@ def _reload(directory: Path, ids: Tensor, trust_remote_code: bool) -> tuple[Tens
         command += ["--threads", str(torch.get_num_threads())]
         command += ["--trust-remote-code"] if trust_remote_code else []
         done = subprocess.run(
-            command, env=_worker_environment(), capture_output=True, text=True, check=False
+            command, env=reload_environment(), capture_output=True, text=True, check=False
         )
         if done.returncode:
             tail = "\n".join(done.stderr.strip().splitlines()[-3:])
@@ -202,7 +202,7 @@ def _reload(directory: Path, ids: Tensor, trust_remote_code: bool) -> tuple[Tens
             return handle.get_tensor("logits").clone(), facts
 
 
-def _worker_environment() -> dict[str, str]:
+def reload_environment() -> dict[str, str]:
     """No GPU, no network, no process group; swiftfp8 importable from where it is now."""
     kept = {key: value for key, value in os.environ.items() if key not in _DISTRIBUTED}
     package_parent = str(Path(__file__).resolve().parents[2])

@@ -1,10 +1,14 @@
-"""Exports served: vLLM and transformers, each in a fresh process, against the dequantized weights.
+"""Exports served: vLLM and transformers, each in a process of its own, against dequantized weights.
 
 Every model x format is either refused before anything is written, with the reason, or gives the
 log-probabilities of the exporter's own dequantized model. vLLM quantizes activations as it runs and
 multiplies in BF16; the limits are for that: 0.02 where scales are per block (or nothing is
 quantized), 0.1 where they are per channel and per token. transformers dequantizes on a CPU, so its
 logits must be equal bit for bit.
+
+The processes are forks of a Python that has imported vLLM or transformers and nothing else
+(`fork_server`); `test_an_export_is_not_done_before_vllm_has_run_it` starts its processes from
+nothing, as users do.
 
 `bash scripts/engine_tests.sh` makes the environment and sets SWIFTFP8_ENGINE_PYTHON.
 """
@@ -13,20 +17,27 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from export_kit import save_model, save_tokenizer
+from fork_server import fork_server
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export import verify
 from swiftfp8.export.calibrate_stage import CalibrationRows
 from swiftfp8.export.engine_run import (
     NO_KERNEL,
     Engine,
     EngineError,
+    EngineRun,
+    engine_environment,
     find_engine,
     limit_for,
     run_engine,
@@ -36,7 +47,7 @@ from swiftfp8.export.layout import FormatOptions
 from swiftfp8.export.report import ExportReport
 from swiftfp8.export.source import build_model, open_source
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(150)]
 
 # initializer_range 0.05: the model has preferences, so that a wrong weight shows in the output.
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
@@ -48,21 +59,49 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {}),
 }
-FORMATS = ("fp8_block", "compressed_tensors", "fp8", "modelopt", "bf16")
+FORMATS = ("fp8_block", "compressed_tensors", "bf16", "modelopt", "fp8")
+# The formats that tell most come first: there may be no time for the last.
+CASES = [(model, name) for name in FORMATS for model in MODELS]
 REFUSED = {
     ("llama_320", "fp8_block"): "no linear of this model can be FP8",
     ("qwen3_moe", "modelopt"): "experts run as one module",
 }
+# What the models and formats of this file need.
+ARCHITECTURES = ("llama", "qwen3", "qwen3_moe")
+TRANSFORMERS_IMPORTS = (
+    "compressed_tensors",
+    "safetensors.torch",
+    "swiftfp8.export.checkpoint_io",
+    "swiftfp8.models.task_model",
+    "transformers.integrations.finegrained_fp8",
+    "transformers.quantizers.auto",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ARCHITECTURES),
+)
+VLLM_IMPORTS = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.layers.quantization.modelopt",
+    *(f"vllm.model_executor.models.{name}" for name in ARCHITECTURES),
+)
 
 
-@dataclass(frozen=True)
+Record = Callable[[str, object], None]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A base, its export or the reason why there is none."""
+    """An export, or the reason why there is none."""
 
-    base: Path
+    model: str
+    format: str
     directory: Path
-    report: ExportReport | None
-    refusal: SwiftFP8Error | None
+    report: ExportReport | None = None
+    refusal: SwiftFP8Error | None = None
 
 
 @pytest.fixture(scope="session")
@@ -70,21 +109,129 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engine")
 
 
-@functools.cache
-def exported(root: Path, model: str, name: str) -> Exported:
-    family, changes = MODELS[model]
-    base = root / model
-    if not base.exists():
-        save_model(base, family, initializer_range=0.05, **changes)
-        save_tokenizer(base)
-    directory = root / f"{model}-{name}"
-    settings = ExportConfig(format=name, calibration_tokens=256)
-    context = ExportContext(calibration_rows=calibration_rows)
+@pytest.fixture(scope="session")
+def engine_python() -> str:
+    if why := os.environ.get("SWIFTFP8_NO_ENGINE"):
+        pytest.skip(why)
+    if not (python := os.environ.get("SWIFTFP8_ENGINE_PYTHON")):
+        pytest.skip("no engine environment: run scripts/engine_tests.sh")
+    return python
+
+
+@pytest.fixture(scope="session")
+def vllm(root: Path, engine_python: str) -> Iterator[Engine]:
+    environment = engine_environment()
+    with fork_server(root / "vllm", engine_python, VLLM_IMPORTS, environment) as python:
+        found = find_engine(str(python))
+        assert isinstance(found, Engine)
+        yield found
+
+
+@pytest.fixture(scope="session")
+def transformers(root: Path) -> Iterator[str]:
+    environment = verify.reload_environment()
+    folder = root / "transformers"
+    with fork_server(folder, sys.executable, TRANSFORMERS_IMPORTS, environment) as python:
+        yield str(python)
+
+
+@pytest.fixture(scope="session", params=CASES, ids="-".join)
+def export(request: pytest.FixtureRequest, root: Path, transformers: str) -> Exported:
+    model, name = request.param
+    directory, settings = root / f"{model}-{name}", ExportConfig(format=name)
     try:
-        report = export_checkpoint(base, None, directory, settings, context)
+        report = write_export(transformers, base(root, model), directory, settings)
     except SwiftFP8Error as error:
-        return Exported(base, directory, None, error)
-    return Exported(base, directory, report, None)
+        return Exported(model=model, format=name, directory=directory, refusal=error)
+    return Exported(model=model, format=name, directory=directory, report=report)
+
+
+def test_transformers(root: Path, export: Exported) -> None:
+    if reason := REFUSED.get((export.model, export.format)):
+        assert export.refusal and reason in str(export.refusal)
+        assert not export.directory.exists()
+        return
+    assert export.report, export.refusal
+    if export.format in ("fp8", "modelopt"):
+        settings = ExportConfig(format=export.format, target="transformers")
+        with pytest.raises(SwiftFP8Error, match="nonsense"):
+            export_checkpoint(base(root, export.model), None, root / "refused", settings)
+        assert not (root / "refused").exists()
+        return
+    assert export.report.reload, export.report.facts()
+    assert export.report.reload.bit_equal
+
+
+def test_vllm(root: Path, export: Exported, vllm: Engine, record_property: Record) -> None:
+    if reason := REFUSED.get((export.model, export.format)):
+        pytest.skip(f"refused before writing: {reason}")
+    if why := vllm.why_not(export.format):
+        pytest.skip(why)
+    assert export.report, export.refusal
+    found = run(vllm, export.directory, *reference(root, export.model, export.format))
+    record_property("mean |dlogp|", round(found.mean_difference, 4))
+    assert found.mean_difference <= limit_for(export.format)
+
+
+@pytest.mark.parametrize("option", ["activation_scheme", "kv_cache"])
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_vllm_reads_measured_scales(
+    root: Path,
+    transformers: str,
+    vllm: Engine,
+    model: str,
+    option: str,
+    record_property: Record,
+) -> None:
+    """Static scales of activations and of the cache: loaded, and as near as without them."""
+    changes = {"activation_scheme": "static"} if option == "activation_scheme" else {option: "fp8"}
+    settings = ExportConfig(format="compressed_tensors", **changes)
+    directory = root / f"{model}-{option}"
+    write_export(transformers, base(root, model), directory, settings)
+    found = run(vllm, directory, *reference(root, model, "compressed_tensors"))
+    record_property("mean |dlogp|", round(found.mean_difference, 4))
+    assert found.mean_difference <= limit_for("compressed_tensors")
+
+
+@pytest.mark.parametrize("name", ["compressed_tensors", "bf16"])
+def test_an_export_is_not_done_before_vllm_has_run_it(
+    root: Path, tmp_path: Path, engine_python: str, name: str
+) -> None:
+    settings = ExportConfig(format=name, smoke="require", engine_python=engine_python)
+    report = export_checkpoint(base(root, "qwen3"), None, tmp_path / "out", settings)
+    ran = report.judgement.engine
+    assert report.reload and report.reload.bit_equal
+    assert ran and ran.tokens > 30
+    assert ran.mean_difference <= limit_for(name) + ran.bf16_floor < 2 * limit_for(name)
+    assert ran.engine in (tmp_path / "out" / "README.md").read_text()
+
+
+def write_export(
+    transformers: str, base: Path, directory: Path, settings: ExportConfig
+) -> ExportReport:
+    """An export, read again by a fork of `transformers`."""
+    settings = replace(settings, calibration_tokens=256)
+    context = ExportContext(calibration_rows=calibration_rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "sys", SimpleNamespace(executable=transformers))
+        return export_checkpoint(base, None, directory, settings, context)
+
+
+def run(vllm: Engine, directory: Path, ids: list[list[int]], expected: torch.Tensor) -> EngineRun:
+    assert expected.std() > 0.3  # else any weights would pass
+    try:
+        return run_engine(vllm, directory, ids, expected.tolist(), expected.tolist())
+    except EngineError as error:
+        if str(error) in NO_KERNEL.values():
+            pytest.skip(f"{error} (it loaded the weights, and could not run them)")
+        raise
+
+
+@functools.cache
+def base(root: Path, model: str) -> Path:
+    family, changes = MODELS[model]
+    save_model(root / model, family, initializer_range=0.05, **changes)
+    return save_tokenizer(root / model)
 
 
 def calibration_rows() -> CalibrationRows:
@@ -107,88 +254,3 @@ def reference(root: Path, model: str, name: str) -> tuple[list[list[int]], torch
     with torch.inference_mode():
         logp = dense(input_ids=ids).logits[:, :-1].log_softmax(-1)
     return ids.tolist(), logp.gather(-1, ids[:, 1:, None])[..., 0]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("model", MODELS)
-def test_transformers(root: Path, model: str, name: str) -> None:
-    export = exported(root, model, name)
-    if (model, name) in REFUSED:
-        assert export.refusal and REFUSED[model, name] in str(export.refusal)
-        assert not export.directory.exists()
-        return
-    assert export.report, export.refusal
-    if name in ("fp8", "modelopt"):
-        settings = ExportConfig(format=name, target="transformers")
-        with pytest.raises(SwiftFP8Error, match="nonsense"):
-            export_checkpoint(export.base, None, root / "refused", settings)
-        assert not (root / "refused").exists()
-        return
-    assert export.report.reload, export.report.facts()
-    assert export.report.reload.bit_equal
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("model", MODELS)
-def test_vllm(root: Path, model: str, name: str) -> None:
-    if (model, name) in REFUSED:
-        pytest.skip(f"refused before writing: {REFUSED[model, name]}")
-    vllm = engine()
-    if why := vllm.why_not(name):
-        pytest.skip(why)
-    export = exported(root, model, name)
-    assert export.report, export.refusal
-    ids, expected = reference(root, model, name)
-    assert expected.std() > 0.3  # else any weights would pass
-    try:
-        found = run_engine(vllm, export.directory, ids, expected.tolist(), expected.tolist())
-    except EngineError as error:
-        if str(error) in NO_KERNEL.values():
-            pytest.skip(f"{error} (it loaded the weights, and could not run them)")
-        raise
-    print(f"{model} {name}: mean |dlogp| {found.mean_difference:.4f}")
-    assert found.mean_difference <= limit_for(name)
-
-
-@pytest.mark.parametrize("name", ["compressed_tensors", "bf16"])
-def test_an_export_is_not_done_before_vllm_has_run_it(
-    root: Path, tmp_path: Path, name: str
-) -> None:
-    base = exported(root, "qwen3", "bf16").base
-    settings = ExportConfig(format=name, smoke="require", engine_python=engine().python)
-    report = export_checkpoint(base, None, tmp_path / "out", settings)
-    ran = report.judgement.engine
-    assert ran and ran.tokens > 30
-    assert ran.mean_difference <= limit_for(name) + ran.bf16_floor < 2 * limit_for(name)
-    assert f"vLLM {engine().version}" in (tmp_path / "out" / "README.md").read_text()
-
-
-@functools.cache
-def engine() -> Engine:
-    python = os.environ.get("SWIFTFP8_ENGINE_PYTHON")
-    if not python or not Path(python).exists():
-        pytest.skip("no engine environment: run scripts/engine_tests.sh")
-    found = find_engine(python)
-    assert isinstance(found, Engine)
-    return found
-
-
-@pytest.mark.parametrize("option", ["activation_scheme", "kv_cache"])
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
-def test_vllm_reads_measured_scales(root: Path, model: str, option: str) -> None:
-    """Static scales of activations and of the cache: loaded, and as near as without them."""
-    base = exported(root, model, "bf16").base
-    changes = {"activation_scheme": "static"} if option == "activation_scheme" else {option: "fp8"}
-    settings = ExportConfig(format="compressed_tensors", calibration_tokens=256, **changes)
-    context = ExportContext(calibration_rows=calibration_rows)
-    directory = root / f"{model}-{option}"
-    export_checkpoint(base, None, directory, settings, context)
-    ids, expected = reference(root, model, "compressed_tensors")
-    try:
-        found = run_engine(engine(), directory, ids, expected.tolist(), expected.tolist())
-    except EngineError as error:
-        if str(error) in NO_KERNEL.values():
-            pytest.skip(f"{error} (it loaded the weights, and could not run them)")
-        raise
-    print(f"{model} {option}: mean |dlogp| {found.mean_difference:.4f}")
-    assert found.mean_difference <= limit_for("compressed_tensors")

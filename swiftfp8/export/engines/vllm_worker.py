@@ -41,8 +41,12 @@ def probe() -> dict[str, Any]:
 
 def token_logp(job: dict[str, Any]) -> list[list[float]]:
     """Log-probabilities, row by row."""
+    import torch
     from vllm import LLM, SamplingParams
 
+    if not torch.cuda.is_available():
+        # vLLM compiles a few lines of its sampler, which takes longer than running them.
+        torch.compiler.set_stance("force_eager")
     rows = job["rows"]
     longest = max(64, max(map(len, rows)) + 8)
     engine = LLM(

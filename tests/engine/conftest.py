@@ -1,0 +1,21 @@
+"""The engine tier's time limit, and its table of figures."""
+
+import os
+import time
+
+import pytest
+
+
+def pytest_runtest_setup() -> None:
+    """No test starts after ENGINE_DEADLINE, in seconds since 1970."""
+    deadline = os.environ.get("ENGINE_DEADLINE")
+    if deadline and time.time() > float(deadline):
+        pytest.skip("not run: no time left")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests gave to `record_property`."""
+    terminalreporter.section("figures")
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties if report.when == "call" else ():
+            terminalreporter.write_line(f"{report.nodeid.split('::')[-1]}: {name} {value}")
