@@ -47,4 +47,4 @@ fi
 export SWIFTFP8_ENGINE_PYTHON=$ENGINE_PYTHON
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 export ENGINE_DEADLINE=$(( $(date +%s) + ENGINE_SECONDS - SECONDS ))
-python -m pytest tests/engine -m engine -rs --durations=5 "$@"
+python -m pytest tests/engine -m engine -rfEs --durations=5 "$@"
