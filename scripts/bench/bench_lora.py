@@ -497,6 +497,8 @@ def build_ours(args: argparse.Namespace, head: str = "bf16") -> tuple[Any, Calla
         if reason := fuse_loss(model):
             raise Skipped(reason)
         return model, nothing
+    if head == "fp8":
+        convert(model, "lm_head", torch_native, args, lora=False)
     model = with_our_lora(model, names, args)
     found = torch_native.fuse_model(
         model,
@@ -504,7 +506,7 @@ def build_ours(args: argparse.Namespace, head: str = "bf16") -> tuple[Any, Calla
         keep_gate_up_fp8=not args.keep_bf16,
         graphs=not args.no_graphs,
     )
-    problems = {reason for reason in found.values() if reason} | {fuse_loss(model, head=head)}
+    problems = {reason for reason in found.values() if reason} | {fuse_loss(model)}
     if problems != {None}:
         raise Skipped(f"not fused: {problems}")
     return model, nothing
@@ -524,24 +526,29 @@ def build_ours_te(args: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
 
 def converted_model(args: argparse.Namespace, backend: Any) -> tuple[Any, list[str]]:
     """The model with every linear but the head in one of our backends, and their names."""
-    from swiftfp8.plan import LayerPlan, RecipeOptions
-
     reason = backend.available()
     if reason is not None:
         raise Skipped(reason)
     model = base_model(args)
     names = linear_names(model)
     for name in names:
-        parent, _, child = name.rpartition(".")
-        linear = getattr(model.get_submodule(parent), child)
-        plan = LayerPlan(
-            name=name, in_features=linear.in_features, out_features=linear.out_features,
-            bias=linear.bias is not None, precision="fp8_current", reason="benchmark",
-            lora=not args.full, trainable=args.full,
-        )  # fmt: skip
-        converted = backend.convert(linear, plan, RecipeOptions(recipe="fp8_current"))
-        setattr(model.get_submodule(parent), child, converted)
+        convert(model, name, backend, args, lora=not args.full)
     return model, names
+
+
+def convert(model: Any, name: str, backend: Any, args: argparse.Namespace, *, lora: bool) -> None:
+    """Put one linear of the model into one of our backends."""
+    from swiftfp8.plan import LayerPlan, RecipeOptions
+
+    parent, _, child = name.rpartition(".")
+    linear = getattr(model.get_submodule(parent), child)
+    plan = LayerPlan(
+        name=name, in_features=linear.in_features, out_features=linear.out_features,
+        bias=linear.bias is not None, precision="fp8_current", reason="benchmark",
+        lora=lora, trainable=args.full,
+    )  # fmt: skip
+    converted = backend.convert(linear, plan, RecipeOptions(recipe="fp8_current"))
+    setattr(model.get_submodule(parent), child, converted)
 
 
 def with_our_lora(model: Any, names: list[str], args: argparse.Namespace) -> Any:

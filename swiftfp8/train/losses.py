@@ -28,7 +28,7 @@ from swiftfp8.loss_plan import CHUNK_ELEMENTS, TRAINED_HEAD_CHUNK, chunk_rows
 from swiftfp8.models.loss_form import why_unfused
 from swiftfp8.precision._backend import compute_dtype
 from swiftfp8.precision.kernels.cross_entropy import cross_entropy_
-from swiftfp8.precision.kernels.quantize import quantize_rows, quantize_weight, scaled_mm
+from swiftfp8.precision.kernels.quantize import quantize_rows, scaled_mm
 from swiftfp8.precision.kernels.rmsnorm import rmsnorm
 from swiftfp8.precision.kernels.transpose import transpose8
 from swiftfp8.precision.torch_native import RowwiseFrozenLinear
@@ -44,12 +44,6 @@ class Fp8Head:
     weight8_VK: torch.Tensor
     scale_V: torch.Tensor
     split_accumulator: bool = False
-
-
-def quantize_head(weight_VK: torch.Tensor, *, split_accumulator: bool = False) -> Fp8Head:
-    """A frozen head's weight in FP8."""
-    data, scale = quantize_weight(weight_VK.detach())
-    return Fp8Head(weight8_VK=data, scale_V=scale, split_accumulator=split_accumulator)
 
 
 def linear_cross_entropy(
@@ -123,26 +117,24 @@ def _shift(row: torch.Tensor, fill: float) -> torch.Tensor:
     return functional.pad(row, (0, 1), value=fill)[..., 1:]
 
 
-def fuse_loss(model: nn.Module, *, head: str = "bf16") -> str | None:
+def fuse_loss(model: nn.Module) -> str | None:
     """Make a causal language model compute its loss from chunks; returns why it can't, or None.
 
     Called with labels, the model then returns a loss and no logits; without, it is as before.
-    A head that was converted to row-wise FP8 runs its two matmuls in FP8; `head="fp8"` does the
-    same with a copy of a plain frozen head, which stays beside it.
+    A head that was converted to row-wise FP8 runs its two matmuls in FP8.
     """
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     reason = why_unfused(causal, (RowwiseFrozenLinear,))
     if reason is not None:
         return reason
     plain_forward = causal.forward
-    fp8_head = quantize_head(causal.lm_head.weight) if head == "fp8" else None
     _fuse_final_norm(causal.base_model)
 
     @functools.wraps(plain_forward)
     def forward(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if labels is None:
             return plain_forward(*args, **kwargs)
-        return _forward_with_loss(causal, fp8_head, labels, args, kwargs)
+        return _forward_with_loss(causal, labels, args, kwargs)
 
     causal.forward = forward  # type: ignore[method-assign]
     return None
@@ -158,11 +150,7 @@ def _fuse_final_norm(body: nn.Module) -> None:
 
 
 def _forward_with_loss(
-    causal: Any,
-    fp8_head: Fp8Head | None,
-    labels: torch.Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    causal: Any, labels: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -177,7 +165,7 @@ def _forward_with_loss(
     if weights is not None:
         weights = _shift(weights, 0.0)
     hidden = outputs.last_hidden_state
-    weight = _head_weight(causal.lm_head, hidden) if fp8_head is None else fp8_head
+    weight = _head_weight(causal.lm_head, hidden)
     loss = linear_cross_entropy(hidden, weight, shifted, items=items, weights=weights)
     return CausalLMOutputWithPast(
         loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from swiftfp8.precision.kernels.quantize import quantize_weight
 from swiftfp8.train import losses
 
 
@@ -57,7 +58,8 @@ def test_only_the_proportions_of_weights_count(made) -> None:
 def test_an_fp8_heads_gradient_has_the_weights_too(made) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(64, 128, requires_grad=True)
-    head = losses.quantize_head(torch.randn(512, 128) * 0.05)
+    data, scale = quantize_weight(torch.randn(512, 128) * 0.05)
+    head = losses.Fp8Head(weight8_VK=data, scale_V=scale)
     labels, weights = torch.randint(0, 512, (64,)), torch.rand(64) * 3
     (plain,) = torch.autograd.grad(
         losses.linear_cross_entropy(hidden, head, labels, items=1), hidden
