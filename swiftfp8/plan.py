@@ -37,6 +37,7 @@ from swiftfp8.plan_layers import (
     without_empty_fp8,
 )
 from swiftfp8.plan_notes import (
+    compile_notes,
     engine_notes,
     general_notes,
     head_notes,
@@ -282,6 +283,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
             *score_notes(meta),
             *task_notes(config),
             *option_notes,
+            *compile_notes(fusion),
             *tuning_notes(config, fp8=granted.recipe is not None, trains_bf16=full_bf16),
             *head_notes(layers, heads, meta),
             *length_notes(config, meta),

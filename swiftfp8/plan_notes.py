@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swiftfp8.engine import Engine
+from swiftfp8.fusion import FusionPlan
 from swiftfp8.hardware import GIB
 from swiftfp8.ladder import Granted
 from swiftfp8.memory import MemoryEstimate
@@ -22,6 +23,16 @@ def engine_notes(engine: Engine, granted: Granted) -> list[str]:
     if engine.reason is None or granted.backend != engine.name:
         return []
     return [f"precision.backend=auto took {engine.name}: {engine.reason}"]
+
+
+def compile_notes(fusion: FusionPlan) -> list[str]:
+    """What compiling layers costs before it pays."""
+    if not fusion.compiled:
+        return []
+    return [
+        "decoder layers are compiled: the first step takes half a minute or more, and so does the "
+        "first with rows of another length; train.compile=false does without"
+    ]
 
 
 def head_notes(layers: Sequence[LayerPlan], heads: set[str], meta: ModelMeta) -> list[str]:

@@ -233,6 +233,7 @@ def test_the_plan_says_which_layers_are_fused(
     assert f"{fused} of 28 fused" in " ".join(printed(plan).split())
     assert "fused into" not in printed(plan_for("h200"))
     assert plan.fusion.compiled == (options.get("tuner") == "full")
+    assert any("are compiled" in note for note in plan.notes) == plan.fusion.compiled
     assert plan.fusion.graphs == (fused > 0)
 
 
