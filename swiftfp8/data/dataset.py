@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from swiftfp8.data.cache import KeptPart, token_cache
+from swiftfp8.data.cache import token_cache
 from swiftfp8.data.chat import TokenizeSettings, tokenize_rows
+from swiftfp8.data.collator import Collator
 from swiftfp8.data.files import BadPlace
-from swiftfp8.data.lengths import MASKED, Pair
+from swiftfp8.data.lengths import Pair
 from swiftfp8.data.mixing import check_shares, mix
 from swiftfp8.data.packing import PackCollator, PackedRows, pack_rows
 from swiftfp8.data.processes import count_processes
@@ -33,6 +32,7 @@ from swiftfp8.data.task_rows import (
     TaskRows,
 )
 from swiftfp8.data.task_tokens import tokenize_task
+from swiftfp8.data.token_rows import TokenRows
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.tasks import TASKS, Head, rates_answers
 
@@ -40,89 +40,6 @@ if TYPE_CHECKING:
     from swiftfp8.config.schema import Config, DataConfig
 
 log = logging.getLogger(__name__)
-
-
-class TokenRows:
-    """Map-style rows `{input_ids, labels}`, or `loss_weights` too, in flat arrays: 4 bytes each."""
-
-    def __init__(
-        self,
-        ids: np.ndarray,
-        labels: np.ndarray,
-        lengths: np.ndarray,
-        weights: np.ndarray | None = None,
-    ) -> None:
-        self.lengths = lengths
-        self._ends = np.cumsum(lengths)
-        self._columns = {"input_ids": ids, "labels": labels}
-        if weights is not None:
-            self._columns["loss_weights"] = weights
-
-    @classmethod
-    def of(cls, pairs: Sequence[Pair]) -> TokenRows:
-        """From rows one by one."""
-        assert pairs
-        ids, labels, *weights = (np.concatenate(column) for column in zip(*pairs, strict=True))
-        return cls(ids, labels, np.array([len(pair[0]) for pair in pairs], np.int64), *weights)
-
-    def keep(self, report: PartReport) -> KeptPart:
-        """What a cache keeps of the rows."""
-        return KeptPart(
-            ids=self._columns["input_ids"],
-            labels=self._columns["labels"],
-            weights=self._columns.get("loss_weights"),
-            lengths=self.lengths,
-            report=report,
-        )
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, list[Any]]:
-        end = self._ends[index]
-        start = end - self.lengths[index]
-        return {name: column[start:end].tolist() for name, column in self._columns.items()}
-
-    def gather(self, order: np.ndarray) -> dict[str, np.ndarray]:
-        """The columns of the rows in another order, one row after the other."""
-        starts = (self._ends - self.lengths)[order]
-        sizes = self.lengths[order]
-        begins = np.cumsum(sizes) - sizes
-        take = np.arange(sizes.sum()) + np.repeat(starts - begins, sizes)
-        return {name: column[take] for name, column in self._columns.items()}
-
-    @property
-    def trained_tokens(self) -> int:
-        """How many tokens have a loss."""
-        return int(np.count_nonzero(self._columns["labels"] != MASKED))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collator:
-    """Pads rows on the right to one length, a multiple of `token_multiple`."""
-
-    pad_id: int
-    token_multiple: int = 1
-
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Any]:
-        """`input_ids` and `labels` (-100 = no loss) [rows, length] int64, and `num_tokens`.
-
-        Where rows have `loss_weights`, those too, in float32. There is no attention mask: what is
-        to the right is never seen by causal attention, which is faster without one. `num_tokens`
-        counts what is not padding, for the trainer.
-        """
-        import torch
-
-        longest = max(len(row["input_ids"]) for row in rows)
-        length = -(-longest // self.token_multiple) * self.token_multiple
-        fills: dict[str, Any] = {"input_ids": self.pad_id, "labels": MASKED, "loss_weights": 0.0}
-        batch: dict[str, Any] = {"num_tokens": sum(len(row["input_ids"]) for row in rows)}
-        for name in rows[0]:
-            kind = torch.float32 if name == "loss_weights" else torch.long
-            batch[name] = torch.full((len(rows), length), fills[name], dtype=kind)
-            for k, row in enumerate(rows):
-                batch[name][k, : len(row[name])] = torch.as_tensor(row[name])
-        return batch
 
 
 Rows = TokenRows | PackedRows | TaskRows | RelatedRows

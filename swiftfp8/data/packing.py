@@ -26,7 +26,7 @@ from swiftfp8.data.lengths import MASKED
 if TYPE_CHECKING:
     import torch
 
-    from swiftfp8.data.dataset import TokenRows
+    from swiftfp8.data.token_rows import TokenRows
 
 WINDOW = 4096  # rows packed together: enough to fill sequences, few enough to keep the data mixed
 

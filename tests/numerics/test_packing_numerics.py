@@ -10,9 +10,10 @@ import torch
 from model_kit import plan_for, tiny_llama, tiny_qwen2
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
-from swiftfp8.data.dataset import Collator, TokenRows
+from swiftfp8.data.collator import Collator
 from swiftfp8.data.lengths import MASKED
 from swiftfp8.data.packing import PackCollator, pack_rows
+from swiftfp8.data.token_rows import TokenRows
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.inject import inject_precision
 from swiftfp8.plan import RecipeOptions

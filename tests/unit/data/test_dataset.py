@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from swiftfp8.config.schema import Config
-from swiftfp8.data.dataset import Collator, check_rows, load_datasets
+from swiftfp8.data.collator import Collator
+from swiftfp8.data.dataset import check_rows, load_datasets
 from swiftfp8.data.lengths import MASKED
 from swiftfp8.errors import SwiftFP8Error
 

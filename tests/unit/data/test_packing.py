@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from swiftfp8.config.schema import Config
-from swiftfp8.data.dataset import Collator, TokenRows, load_datasets
+from swiftfp8.data.collator import Collator
+from swiftfp8.data.dataset import load_datasets
 from swiftfp8.data.lengths import MASKED
 from swiftfp8.data.packing import PackCollator, first_fit_decreasing, pack_rows
+from swiftfp8.data.token_rows import TokenRows
 
 
 def make_rows(lengths, seed=0):

@@ -173,7 +173,7 @@ def test_rows_and_masks_are_the_same_with_words_and_without(monkeypatch):
     by_words = rows()
     assert sum(found is not None for found in used) > 1_000
     assert sum(found is None for found in used) > 100
-    monkeypatch.setattr(stage._Encoder, "look_up", lambda self, b: stage._Encoded.nothing(b))
+    monkeypatch.setattr(stage.RowEncoder, "look_up", lambda self, b: stage._Encoded.nothing(b))
     by_core = rows()
     for one, two in zip(by_words, by_core, strict=True):
         assert np.array_equal(one[0], two[0]) and np.array_equal(one[1], two[1])

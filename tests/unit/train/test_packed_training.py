@@ -10,8 +10,8 @@ import torch
 from train_kit import Rows, make_config, make_model, make_rows, pad
 from train_kit import train as train_model
 
-from swiftfp8.data.dataset import TokenRows
 from swiftfp8.data.packing import PackCollator, pack_rows
+from swiftfp8.data.token_rows import TokenRows
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.train.metrics import Meter, read_log
 from swiftfp8.train.trainer import run_training

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from train_kit import Rows, make_config, make_rows, train
 
-from swiftfp8.data.dataset import Collator
+from swiftfp8.data.collator import Collator
 from swiftfp8.loss_plan import LossPlan
 from swiftfp8.train.metrics import read_log
 
