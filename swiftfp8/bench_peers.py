@@ -48,6 +48,8 @@ def train_peer(config: Config, folder: Path, *, warmup: int, compiled: bool) -> 
         raise SwiftFP8Error(f"transformers' trainer has no {what}")
     if config.data.loss_weights:
         raise SwiftFP8Error("transformers' trainer has no data.loss_weights")
+    if config.data.streaming:
+        raise SwiftFP8Error("peers are given rows that are held whole, not a stream")
     source = resolve_source(config)
     meta, hardware = load_meta(source, config), probe()
     if compiled and hardware.device != "cuda":

@@ -85,9 +85,10 @@ def train(
         config, tokenizer, made.fp8_token_multiple, head=made.head, pooling=made.pooling
     )
     _print_lines(console, datasets.report.summary_lines())
-    read = datasets.report.train
-    config, said = with_tokens_per_step(config, read.tokens, len(datasets.train))
-    _print_lines(console, [said] if said else [])
+    if config.train.tokens_per_step:
+        tokens, rows = datasets.report.train.tokens, len(datasets.train)
+        config, said = with_tokens_per_step(config, tokens, rows)
+        _print_lines(console, [said])
 
     run_dir = start_run(
         composed, source.name, plan=plan_to_dict(made), precision_report=precision_report(made)

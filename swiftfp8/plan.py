@@ -63,6 +63,7 @@ from swiftfp8.plan_types import (
 )
 from swiftfp8.selection import lora_targets, unmatched_excludes
 from swiftfp8.speed import SLOWER, step_seconds
+from swiftfp8.stream_plan import stream_notes, stream_problems
 from swiftfp8.tasks import TASKS, speaks, task_notes, task_problems
 from swiftfp8.tuning import (
     ADAMW,
@@ -190,6 +191,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     granted = without_empty_fp8(granted, layers)
     problems += length_problems(config, meta)
     problems += task_problems(config)
+    problems += stream_problems(config)
     coverage = coverage_of(layers)
     problems += strict_problems(config, granted)
     problems += coverage_problems(config, granted, layers, coverage)
@@ -282,6 +284,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
             *granted.notes,
             *score_notes(meta),
             *task_notes(config),
+            *stream_notes(config),
             *option_notes,
             *compile_notes(fusion),
             *tuning_notes(config, fp8=granted.recipe is not None, trains_bf16=full_bf16),

@@ -193,6 +193,13 @@ class DataConfig:
     num_proc: Annotated[Positive | None, BeforeValidator(_auto)] = None
     """Processes that tokenize; `auto` (or null) takes one for every 4 MB of rows, as many as there
     are cores at most."""
+    streaming: bool = False
+    """Read, tokenize and pack rows of JSONL, parquet or a hub while training, for data sets that
+    neither memory nor disk holds; it needs `max_steps`."""
+    shuffle_buffer: Positive = 10_000
+    """Rows of a stream that are held, and shuffled among themselves."""
+    eval_rows: NonNegative = 0
+    """Rows at the beginning of a stream that are evaluated on and not trained."""
     shuffle: bool = True
     """Shuffle training rows each epoch, by `seed`."""
     num_workers: NonNegative = 0

@@ -86,7 +86,7 @@ def tokenize_rows(
         SwiftFP8Error: no chat template for conversations, or a mask that doesn't hold the
             assistant's words.
     """
-    return spread(_Encoder(tokenizer, settings).tokenize, examples, processes)
+    return spread(RowEncoder(tokenizer, settings).tokenize, examples, processes)
 
 
 def encode_each(
@@ -96,7 +96,7 @@ def encode_each(
 
     Raises as `tokenize_rows` does.
     """
-    return spread(_Encoder(tokenizer, settings).encode_each, examples, processes)
+    return spread(RowEncoder(tokenizer, settings).encode_each, examples, processes)
 
 
 class _Chat(NamedTuple):
@@ -134,7 +134,9 @@ class _Encoded:
         return cls(texts=[None] * len(batch.texts), chats=[None] * len(batch.chats))
 
 
-class _Encoder:
+class RowEncoder:
+    """Rows to tokens by one tokenizer; it remembers words, so one is kept for as many as may be."""
+
     def __init__(self, tokenizer: Any, settings: TokenizeSettings) -> None:
         self.tokenizer = tokenizer
         self.settings = settings

@@ -22,6 +22,7 @@ from swiftfp8.data.progress import tokenizing
 from swiftfp8.data.reading import Converted, read_examples
 from swiftfp8.data.report import DataReport, PartReport, bad_rows_error, count_reasons
 from swiftfp8.data.sources import entry_files
+from swiftfp8.data.streaming import open_stream, read_head
 from swiftfp8.data.task_rows import (
     LabelCollator,
     Padding,
@@ -43,18 +44,16 @@ log = logging.getLogger(__name__)
 
 
 Rows = TokenRows | PackedRows | TaskRows | RelatedRows
-AnyCollator = (
-    Collator | PackCollator | LabelCollator | PairCollator | RatedCollator | RelatedCollator
-)
+Collate = Callable[[Sequence[Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """Rows, or packs of rows, to train and evaluate on."""
+    """Rows, or packs of rows, to train and evaluate on; `train` may be a `Stream` instead."""
 
-    train: Rows
+    train: Any
     eval: Rows | None
-    collator: AnyCollator
+    collator: Collate
     report: DataReport
 
 
@@ -65,6 +64,7 @@ def load_datasets(
     *,
     head: Head | None = None,
     pooling: str | None = None,
+    whole: bool = False,
 ) -> Datasets:
     """Read, check, convert and tokenize `dataset` and `val_dataset`.
 
@@ -75,12 +75,15 @@ def load_datasets(
         token_multiple: sequences are padded to a multiple of this (FP8 asks for 8, 16 or 128).
         head: what labels mean (`task=seq_cls`).
         pooling: which tokens make a vector (`task=embedding`).
+        whole: rows are wanted in memory: of `data.streaming` the first few thousand.
 
     Raises:
         SwiftFP8Error: what read_entry and tokenize_rows raise; bad rows where they aren't
             skipped; no row left.
     """
     check_shares(config)
+    if config.data.streaming and not whole:
+        return _stream(config, tokenizer, token_multiple)
     cached = None
     if TASKS[config.task].packs:
         parts, cached = _language_rows(config, tokenizer)
@@ -99,6 +102,30 @@ def load_datasets(
     )
 
 
+def _stream(config: Config, tokenizer: Any, token_multiple: int) -> Datasets:
+    """Rows that are read while the run trains; the first of them are tokenized now, as a check."""
+    from swiftfp8.data.stream import StreamCollator
+
+    settings = tokenize_settings(config)
+    stream, first, held, report = open_stream(config, tokenizer, settings)
+    _settle_bad(first.bad, first.total, config)
+    _tokenize(first, tokenizer, config, "dataset")
+    if config.val_dataset:
+        held = _convert(config.val_dataset, config, "val_dataset")
+    eval_rows, eval_report = None, None
+    if held is not None:
+        _settle_bad(held.bad, held.total, config)
+        eval_rows, eval_report = _tokenize(held, tokenizer, config, _eval_from(config) or "")
+        if config.packing:
+            eval_rows, eval_report = _packed(eval_rows, eval_report, config, "eval")
+    return Datasets(
+        train=stream,
+        eval=eval_rows,
+        collator=StreamCollator(inner=_collator(config, tokenizer, token_multiple)),
+        report=DataReport(train=report, eval=eval_report, eval_from=_eval_from(config)),
+    )
+
+
 def check_rows(config: Config) -> list[str]:
     """Read and check the rows that lie on this disk; what was found, in lines to print.
 
@@ -107,10 +134,12 @@ def check_rows(config: Config) -> list[str]:
     check_shares(config)
     lines: list[str] = []
     for key, entries in (("dataset", config.dataset), ("val_dataset", config.val_dataset)):
-        here = [entry for entry in entries if entry_files(entry) is not None]
+        streamed = config.data.streaming and key == "dataset"
+        here = [entry for entry in entries if streamed or entry_files(entry) is not None]
         if here:
             rows = _convert(here, config, key)
-            lines.append(f"{key}: {len(rows.examples):,} rows can be used, of {rows.total:,}")
+            of = f"the first {rows.total:,}" if streamed else f"{rows.total:,}"
+            lines.append(f"{key}: {len(rows.examples):,} rows can be used, of {of}")
             lines += [source.line() for source in rows.sources]
         lines += [f"{key}: '{e}' lies on a hub, it was not read" for e in entries if e not in here]
     return [*lines, "not tokenized: swiftfp8 data inspect shows lengths and what is trained"]
@@ -147,6 +176,8 @@ def _mixed(rows: Converted, config: Config) -> tuple[Converted, dict[str, int]]:
 def _eval_from(config: Config) -> str | None:
     if config.val_dataset:
         return "val_dataset"
+    if config.data.eval_rows:
+        return f"the first {config.data.eval_rows:,} rows of dataset"
     ratio = config.split_dataset_ratio
     return f"{ratio:g} of dataset" if ratio > 0 else None
 
@@ -182,7 +213,7 @@ def _packed(
     return packs, replace(report, packs=len(packs), pack_capacity=config.max_length)
 
 
-def _collator(config: Config, tokenizer: Any, token_multiple: int) -> AnyCollator:
+def _collator(config: Config, tokenizer: Any, token_multiple: int) -> Collate:
     if config.packing:
         flatten = config.attn_implementation == "flash_attention_2"
         return PackCollator(token_multiple=token_multiple, flatten=flatten)
@@ -200,7 +231,8 @@ def _collator(config: Config, tokenizer: Any, token_multiple: int) -> AnyCollato
 
 
 def _convert(entries: Sequence[str], config: Config, key: str) -> Converted:
-    rows = read_examples(entries, config, key)
+    streamed = config.data.streaming and key == "dataset"
+    rows = read_head(config) if streamed else read_examples(entries, config, key)
     _settle_bad(rows.bad, rows.total, config)
     return rows
 

@@ -89,18 +89,24 @@ def _read_jsonl(path: Path) -> FileRows:
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            bad.append(BadPlace(where=f"{path}:{number}", reason=_malformed(error, line)))
-            continue
-        if isinstance(row, dict):
+        row = read_line(line, f"{path}:{number}")
+        if isinstance(row, BadPlace):
+            bad.append(row)
+        else:
             rows.append(row)
             lines.append(number)
-        else:
-            reason = f"not a JSON object: {shorten(line)}"
-            bad.append(BadPlace(where=f"{path}:{number}", reason=reason))
     return FileRows(rows=rows, lines=lines, bad=tuple(bad))
+
+
+def read_line(line: str, where: str) -> Mapping[str, Any] | BadPlace:
+    """The row of a line of JSONL."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return BadPlace(where=where, reason=_malformed(error, line))
+    if isinstance(row, dict):
+        return row
+    return BadPlace(where=where, reason=f"not a JSON object: {shorten(line)}")
 
 
 def _read_json(path: Path) -> FileRows:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from swiftfp8.errors import SwiftFP8Error
@@ -14,13 +15,32 @@ def read_hub(name: str, subset: str | None, split: str, hub: str) -> Sequence[Ma
     return read(name, subset, split)
 
 
+def stream_hub(
+    name: str, subset: str | None, split: str, start: int
+) -> Iterator[Mapping[str, Any]]:
+    """Rows of one split on the Hugging Face hub after the first `start`, fetched as they come."""
+    with _hf_errors(name):
+        yield from _load_hf(name, subset, split=split, streaming=True).skip(start)
+
+
 def _from_hf(name: str, subset: str | None, split: str) -> Sequence[Mapping[str, Any]]:
+    with _hf_errors(name):
+        return _load_hf(name, subset, split=split)
+
+
+def _load_hf(*args: Any, **options: Any) -> Any:
     import datasets
+
+    return datasets.load_dataset(*args, **options)
+
+
+@contextmanager
+def _hf_errors(name: str) -> Iterator[None]:
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HTTPError  # of the HTTP client that the hub uses
 
     try:
-        return datasets.load_dataset(name, subset, split=split)
+        yield
     except (OSError, ValueError, DatasetsError, HTTPError) as error:
         raise _unreachable(name, "Hugging Face", error, "hub=modelscope") from error
 

@@ -23,6 +23,7 @@ from swiftfp8.data.lengths import MASKED, Fitted, Pair, fit_rows
 from swiftfp8.data.processes import count_processes
 from swiftfp8.data.reading import Converted, read_examples
 from swiftfp8.data.report import SourceReport
+from swiftfp8.data.streaming import read_head
 from swiftfp8.data.task_tokens import tokenize_task
 from swiftfp8.tasks import TASKS, Head
 
@@ -104,7 +105,8 @@ def inspect_datasets(config: Config, tokenizer: Any, *, sample: int, show: int) 
     """
     head = find_head(config) if config.task == "seq_cls" else None
     tokenize = partial(_tokenize, tokenizer=tokenizer, config=config, head=head)
-    train = read_examples(config.dataset, config, "dataset")
+    streamed = config.data.streaming
+    train = read_head(config) if streamed else read_examples(config.dataset, config, "dataset")
     part, digests = _inspect(train, tokenizer, config, "dataset", sample, show, tokenize)
     if not config.val_dataset:
         return Inspection(train=part, eval=None, leaked=0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from swiftfp8.data.chat import Example
 from swiftfp8.data.files import BadPlace
-from swiftfp8.data.formats import BadRow, choose_format, read_tools, rename
+from swiftfp8.data.formats import BadRow, Format, Row, choose_format, read_tools, rename
 from swiftfp8.data.report import SourceReport
 from swiftfp8.data.sources import RowSet, read_entry
 from swiftfp8.data.task_formats import task_formats
@@ -83,6 +83,37 @@ def _without_collector() -> Iterator[None]:
 def _convert_rows(
     rows: RowSet, entry: int, config: Config, examples: list[Example], bad: list[BadPlace]
 ) -> SourceReport:
+    shape = find_shape(rows, config)
+    for index, row in enumerate(rows.rows):
+        made = shape.convert(row, rows.place(index), entry)
+        (bad if isinstance(made, BadPlace) else examples).append(made)  # type: ignore[arg-type]
+    return shape.source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How the rows of one file are read: the format that its first row has, renamed columns."""
+
+    form: Format
+    columns: Mapping[str, str]
+    source: SourceReport
+
+    def convert(self, row: Row, place: str, entry: int) -> Example | BadPlace:
+        """The row in its format, or why it has none."""
+        try:
+            row = rename(row, self.columns)
+            content, tools = self.form.convert(row), read_tools(row)
+        except BadRow as error:
+            return BadPlace(where=place, reason=str(error))
+        return Example(content=content, where=place, tools=tools, entry=entry)
+
+
+def find_shape(rows: RowSet, config: Config) -> Shape:
+    """The shape of rows that begin with the first of these.
+
+    Raises:
+        SwiftFP8Error: no format fits, or a column to rename is not there.
+    """
     columns = {**rows.columns, **config.data.columns}
     _check_columns(rows, columns)
     first = rename(rows.rows[0], columns)
@@ -93,22 +124,10 @@ def _convert_rows(
     )
     if asked == rows.format:
         reason = "named by the data set's file"
-    for index, row in enumerate(rows.rows):
-        try:
-            row = rename(row, columns)
-            example = Example(
-                content=form.convert(row),
-                where=rows.place(index),
-                tools=read_tools(row),
-                entry=entry,
-            )
-        except BadRow as error:
-            bad.append(BadPlace(where=rows.place(index), reason=str(error)))
-        else:
-            examples.append(example)
-    return SourceReport(
+    source = SourceReport(
         entry=rows.entry, where=rows.where, rows=len(rows.rows), format=form.name, reason=reason
     )
+    return Shape(form=form, columns=columns, source=source)
 
 
 def _check_columns(rows: RowSet, columns: Mapping[str, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swiftfp8.data.files import BadPlace
 from swiftfp8.errors import SwiftFP8Error
@@ -13,17 +13,25 @@ _SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReport:
-    """One file or hub data set: rows read, and the format found in it with the reason."""
+    """One file or hub data set: rows read, and the format found in it with the reason.
+
+    Of a stream `rows` is None, since they are not counted.
+    """
 
     entry: str
     where: str
-    rows: int
+    rows: int | None
     format: str
     reason: str
 
     def line(self) -> str:
         """One line for the terminal."""
-        return f"  {self.entry}: {self.rows:,} rows, format {self.format} ({self.reason})"
+        rows = "streamed" if self.rows is None else f"{self.rows:,} rows"
+        return f"  {self.entry}: {rows}, format {self.format} ({self.reason})"
+
+    def counted(self, rows: int) -> SourceReport:
+        """The same with a number of rows."""
+        return replace(self, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +65,31 @@ class PartReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamReport:
+    """A training part that is read while the run trains, shuffled in blocks of `buffer` rows."""
+
+    sources: tuple[SourceReport, ...]
+    buffer: int
+
+    def lines(self) -> list[str]:
+        """Lines for the terminal."""
+        read = f"train: read while training, {self.buffer:,} rows at a time; rows are not counted"
+        return [read, *(source.line() for source in self.sources)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataReport:
     """Both parts. `eval_from` says where evaluation rows come from, `cached` what a cache did."""
 
-    train: PartReport
+    train: PartReport | StreamReport
     eval: PartReport | None
     eval_from: str | None
     cached: str | None = None
 
     def summary_lines(self) -> list[str]:
         """A few lines of text for the terminal."""
-        lines = _part_lines("train", self.train)
+        streamed = isinstance(self.train, StreamReport)
+        lines = self.train.lines() if streamed else _part_lines("train", self.train)
         if self.eval is not None:
             lines += _part_lines(f"eval ({self.eval_from})", self.eval)
         if self.cached is not None:

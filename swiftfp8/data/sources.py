@@ -54,6 +54,11 @@ class RegisteredDataset:
     subset: str | None = None
     split: str = "train"
 
+    @property
+    def hub_id(self) -> tuple[str, str | None, str]:
+        """Id, subset and split of one that lies on a hub."""
+        return self.source, self.subset, self.split
+
 
 def read_entry(entry: str, *, hub: str, seed: int) -> list[RowSet]:
     """The rows of one entry of `dataset`, `#N` sampling done.
@@ -126,7 +131,7 @@ def _read_registered(dataset: RegisteredDataset, hub: str) -> list[RowSet]:
     path = local_path(dataset)
     if path is not None:
         return _read_local(path)
-    rows = hubs.read_hub(dataset.source, dataset.subset, dataset.split, hub)
+    rows = hubs.read_hub(*dataset.hub_id, hub)
     return [RowSet(entry=dataset.name, where=dataset.source, rows=rows)]
 
 
@@ -140,10 +145,15 @@ def _read_place(name: str, hub: str) -> list[RowSet]:
         return _read_local(Path(name).expanduser())
     if "/" not in name:
         raise unknown("data set", name, registered_datasets(), where="dataset")
+    rows = hubs.read_hub(*hub_id(name), hub)
+    return [RowSet(entry=name, where=name, rows=rows)]
+
+
+def hub_id(name: str) -> tuple[str, str | None, str]:
+    """Id, subset and split of `owner/name:subset@split`."""
     whole, _, split = name.partition("@")
     owner_and_name, _, subset = whole.partition(":")
-    rows = hubs.read_hub(owner_and_name, subset or None, split or "train", hub)
-    return [RowSet(entry=name, where=name, rows=rows)]
+    return owner_and_name, subset or None, split or "train"
 
 
 def _is_local(name: str) -> bool:

@@ -115,7 +115,7 @@ def read_calibration_rows(
         packing=False,
         data=DataConfig(on_bad_row=data.on_bad_row) if own else data,
     )
-    rows = load_datasets(reading, tokenizer, 1).train
+    rows = load_datasets(reading, tokenizer, 1, whole=True).train
     first_token = tokenizer.bos_token_id
     return CalibrationRows(
         rows=[list(rows[index]["input_ids"]) for index in range(len(rows))],

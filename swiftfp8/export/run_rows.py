@@ -91,9 +91,14 @@ def _tokenized(
         val_dataset=[],
         split_dataset_ratio=config.split_dataset_ratio if split else 0.0,
         packing=False,
-        data=replace(config.data, truncation="right", interleave_prob=[]),
+        data=replace(
+            config.data,
+            truncation="right",
+            interleave_prob=[],
+            streaming=config.data.streaming and not config.val_dataset,
+        ),
     )
-    datasets = load_datasets(reading, tokenizer, 1)
+    datasets = load_datasets(reading, tokenizer, 1, whole=True)
     found = datasets.eval if split else datasets.train
     assert found is not None
     return [

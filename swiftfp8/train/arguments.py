@@ -60,6 +60,7 @@ def training_arguments(
         bf16=autocast and plan.compute_dtype == "bf16",
         seed=config.seed,
         data_seed=config.seed,
+        ignore_data_skip=config.data.streaming,  # a stream goes on at a place, and skips nothing
         dataloader_num_workers=config.data.num_workers,
         dataloader_pin_memory=plan.device == "cuda",
         use_cpu=plan.device == "cpu",
@@ -98,10 +99,11 @@ def with_tokens_per_step(config: Config, tokens: int, rows: int) -> tuple[Config
     return replace(config, gradient_accumulation_steps=count), line
 
 
-def count_steps(rows: int, config: Config, world_size: int = 1) -> int:
-    """Optimizer steps of the whole run."""
-    batches = math.ceil(rows / (config.per_device_train_batch_size * world_size))
-    per_epoch = math.ceil(batches / config.gradient_accumulation_steps)
+def count_steps(rows: int | None, config: Config, world_size: int = 1) -> int:
+    """Optimizer steps of the whole run; a stream, whose `rows` are None, has `max_steps`."""
     if config.max_steps > 0:
         return config.max_steps
+    assert rows is not None
+    batches = math.ceil(rows / (config.per_device_train_batch_size * world_size))
+    per_epoch = math.ceil(batches / config.gradient_accumulation_steps)
     return math.ceil(config.num_train_epochs * per_epoch)

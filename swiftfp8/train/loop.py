@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch.utils.data import Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from swiftfp8 import inject
 from swiftfp8.config.schema import Config
+from swiftfp8.data.stream import take_place
 from swiftfp8.errors import RunFailed
 from swiftfp8.plan import Plan
 from swiftfp8.train import checkpoint as store
@@ -34,6 +35,8 @@ from swiftfp8.train.run_dir import resume_command
 from swiftfp8.train.signals import StopRequest, ignore_interrupts
 from swiftfp8.train.weights import load_weights, save_weights, write_task_file
 
+STREAM = "stream"  # in a checkpoint's manifest: the place of the last row
+_STREAM_BATCHES = 8  # that wait for the training loop
 _AUTOCAST = {"bf16": torch.bfloat16}
 
 
@@ -65,6 +68,7 @@ class FP8Trainer(transformers.Trainer):
         self._micro_batches: list[Any] = []
         self._step_loss: torch.Tensor | None = None
         self._step_tokens: torch.Tensor | int = 0
+        self._place: dict[str, Any] | None = None  # in a stream, of the last batch
         self._window: Sums = {}  # of the objective, since the counters were last written down
         self.last_eval: tuple[int, float] | None = None  # step, loss
         super().__init__(**kwargs)
@@ -125,7 +129,8 @@ class FP8Trainer(transformers.Trainer):
         The first label of a row is never predicted, so it does not count; a step whose rows were
         all cut before their answer divides by one, not by zero.
         """
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        arriving = map(self._arrived, epoch_iterator)
+        batches, _ = super().get_batch_samples(arriving, num_batches, device)
         self._micro_batches = batches
         self._step_loss = None
         self._step_tokens = sum(count_tokens(batch) for batch in batches)
@@ -136,6 +141,11 @@ class FP8Trainer(transformers.Trainer):
         if self.args.world_size > 1:
             count = self.accelerator.gather(count).sum()
         return batches, _or_one(count)
+
+    def _arrived(self, batch: Any) -> Any:
+        """A batch without its place in a stream, which is noted; a stream's error is raised."""
+        self._place = take_place(batch) or self._place
+        return batch
 
     def _count(self, batch: Any) -> torch.Tensor:
         """What a batch's loss is the mean over: predicted tokens, or an objective's rows."""
@@ -198,6 +208,17 @@ class FP8Trainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> Any:
         """The training rows; loader processes leave Ctrl-C to the trainer."""
+        if self.session.config.data.streaming:
+            return DataLoader(
+                self.train_dataset,
+                batch_size=self.args.train_batch_size,
+                collate_fn=self.data_collator,
+                num_workers=1,  # which tokenizes
+                prefetch_factor=_STREAM_BATCHES,
+                pin_memory=self.args.dataloader_pin_memory,
+                worker_init_fn=_WorkerStart(None),
+                generator=torch.Generator(),  # its seed is not taken from what dropout goes by
+            )
         loader = super().get_train_dataloader()
         loader.worker_init_fn = _WorkerStart(loader.worker_init_fn)
         return loader
@@ -292,7 +313,7 @@ class FP8Trainer(transformers.Trainer):
         if "loss" in logs or "eval_loss" in logs:
             line = {
                 "step": self.state.global_step,
-                "epoch": round(self.state.epoch or 0.0, 6),
+                "epoch": self._epoch(),
                 **line,
                 "time": round(session.meter.elapsed(), 3),
             }
@@ -300,6 +321,10 @@ class FP8Trainer(transformers.Trainer):
             session.display.logged(line)
         passed = {k: v for k, v in line.items() if v is not None and k not in ("step", "epoch")}
         super().log(passed)
+
+    def _epoch(self) -> float:
+        """Passes over the data; of a stream, whose length is not known, the whole ones."""
+        return float(self._place["turn"]) if self._place else round(self.state.epoch or 0.0, 6)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Not counted here: the meter knows the plan's own FLOPs."""
@@ -374,12 +399,17 @@ class FP8Trainer(transformers.Trainer):
                 "fingerprint": session.fingerprint,
                 "job": session.job,
                 "progress": progress.to_dict(),
-                "data": data_shape(len(self.train_dataset), session.config),
+                "data": self._data_state(),
             }
             path = store.write_checkpoint(session.run_dir, step, self._fill, manifest)
             if improved:
                 store.link(session.run_dir, "best", path)
             store.rotate(session.run_dir, session.config.train.save_total_limit)
+
+    def _data_state(self) -> dict[str, Any]:
+        if not self.session.config.data.streaming:
+            return data_shape(len(self.train_dataset), self.session.config)
+        return {**data_shape(None, self.session.config), STREAM: self._place}
 
     def _improves(self, progress: Progress) -> bool:
         if self.last_eval is None or self.last_eval[0] != self.state.global_step:
@@ -444,9 +474,23 @@ class EpochSampler(Sampler[int]):
         return self._rows
 
 
-def data_shape(rows: int, config: Config) -> dict[str, Any]:
-    """What must be equal for a resumed run to see the same rows in the same order."""
+def data_shape(rows: int | None, config: Config) -> dict[str, Any]:
+    """What must be equal for a resumed run to see the same rows in the same order.
+
+    `rows` is None of a stream, whose place is kept, however many rows a step takes.
+    """
+    if rows is None:
+        return {
+            "streaming": True,
+            "dataset": list(config.dataset),
+            "shuffle_buffer": config.data.shuffle_buffer,
+            "eval_rows": config.data.eval_rows,
+            "seed": config.seed,
+            "shuffle": config.data.shuffle,
+            "packing": config.packing,
+        }
     return {
+        "streaming": False,
         "rows": rows,
         "batch_size": config.per_device_train_batch_size,
         "accumulation": config.gradient_accumulation_steps,

@@ -28,7 +28,7 @@ from swiftfp8.train.changes import changes, changes_training, describe_job
 from swiftfp8.train.coverage import record_coverage
 from swiftfp8.train.flops import flops_per_token, peak_flops
 from swiftfp8.train.log_probs import offer_log_probs
-from swiftfp8.train.loop import FP8Trainer, Session, data_shape
+from swiftfp8.train.loop import STREAM, FP8Trainer, Session, data_shape
 from swiftfp8.train.losses import fuse_loss, weigh_loss
 from swiftfp8.train.metrics import (
     Meter,
@@ -110,14 +110,15 @@ def run_training(
         RunFailed: training broke off; the run directory is kept.
     """
     require_reporters(config.report_to)
-    if len(datasets.train) == 0:
+    rows = None if config.data.streaming else len(datasets.train)
+    if rows == 0:
         raise SwiftFP8Error(
             "the training data set is empty", where="dataset", fix="give it at least one row"
         )
     mark = fingerprint(plan, model, config.optim.name)
     job = describe_job(config, plan)
     start = _StartPoint.find(resume_from, run_dir, mark, job)
-    total = count_steps(len(datasets.train), config, int(os.environ.get("WORLD_SIZE", "1")))
+    total = count_steps(rows, config, int(os.environ.get("WORLD_SIZE", "1")))
     if plan.recipe is not None and plan.start_step >= total:
         raise SwiftFP8Error(
             f"FP8 would never run: it switches on after step {plan.start_step}, and the run has "
@@ -137,7 +138,9 @@ def run_training(
     )
     display = open_display(console or Console(), total, start.step)
     log = RunLog(run_dir, after_step=start.step if start.same_run else 0)
-    start.announce(display, data_shape(len(datasets.train), config), total)
+    start.announce(display, data_shape(rows, config), total)
+    if rows is None and start.data.get(STREAM):
+        datasets.train.start_at(start.data[STREAM])
     with StopRequest() as stop, _finishing(display, log, run_dir, images=config.train.images):
         session = Session(
             plan=plan,
@@ -232,8 +235,9 @@ class _StartPoint:
             display.note(f"changed since the checkpoint, {kind}: {', '.join(lines)}")
         if self.changed and self.same_run:
             display.note(f"the earlier session's records are in {RECORDS}/")
-        before = {"packing": False, **self.data}  # which checkpoints of old don't mention
-        changed = [f"{k} {before[k]} -> {data[k]}" for k in data if data[k] != before[k]]
+        # Checkpoints of old don't mention packing, and streams have other things to mention.
+        before = {"packing": False, "streaming": False, **self.data}
+        changed = [f"{k} {before.get(k)} -> {data[k]}" for k in data if data[k] != before.get(k)]
         if changed:
             display.note(
                 "WARNING: the data is not read as before (" + ", ".join(changed) + "): rows may "
@@ -268,7 +272,8 @@ def _train(
 ) -> None:
     config, plan = session.config, session.plan
     if config.packing:
-        require_separate_rows(model, plan, datasets.collator)
+        collator = datasets.collator.inner if config.data.streaming else datasets.collator
+        require_separate_rows(model, plan, collator)
     verbosity = transformers.logging.get_verbosity()
     trainer = FP8Trainer(
         session,

@@ -1,0 +1,123 @@
+"""Runs on a stream: a resumed one sees the rows of an uninterrupted one, and stops at a bad row."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+from train_kit import VOCAB, Rows, make_config, make_model, train
+
+from swiftfp8.config.paths import assets_dir
+from swiftfp8.data.dataset import load_datasets
+from swiftfp8.data.stream import StreamCollator
+from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.train import loop
+from swiftfp8.train.metrics import read_log
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(assets_dir() / "tiny")
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"instruction": f"q {k}", "output": f"answer {k} " * (k % 7 + 1)} for k in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def job(path, **options):
+    data = {"streaming": True, "shuffle_buffer": 16, "eval_rows": 4, **options.pop("data", {})}
+    base = {"dataset": [str(path)], "max_length": 64, "max_steps": 9, "data": data}
+    return make_config(
+        **{**base, "gradient_accumulation_steps": 2, **options},
+        train={"save_steps": 4, "eval_steps": 4, "save_total_limit": 9},
+    )
+
+
+def run(folder, config, tokenizer, resume=None, dropout=0.2):
+    loaded = load_datasets(config, tokenizer, 8)
+    collate = loaded.collator.inner
+
+    def small(rows):  # ids that the tiny model knows
+        batch = collate(rows)
+        batch["input_ids"] %= VOCAB
+        batch["labels"][batch["labels"] >= 0] %= VOCAB
+        return batch
+
+    small.flatten = False
+    rows = Rows(train=loaded.train, eval=loaded.eval, collator=StreamCollator(inner=small))
+    model, plan = make_model(dropout=dropout)
+    model.config.use_cache = False
+    return train(folder, config, rows=rows, resume=resume, model=(model, plan))
+
+
+def curve(folder):
+    names = ("step", "epoch", "loss", "eval_loss", "grad_norm")
+    return [{name: line.get(name) for name in names} for line in read_log(folder)]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packs"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, path, tokenizer, packing):
+    config = job(path, packing=packing)
+    run(tmp_path / "whole", config, tokenizer)
+    whole = curve(tmp_path / "whole")
+    assert whole[-1]["step"] == 9
+    saved = json.loads((tmp_path / "whole" / "checkpoint-4" / "swiftfp8.json").read_text())
+    assert saved["data"]["streaming"] and saved["data"][loop.STREAM]["taken"] > 0
+    for step in (4, 8):
+        folder = tmp_path / f"from-{step}"
+        _, shown = run(folder, config, tokenizer, tmp_path / "whole" / f"checkpoint-{step}")
+        assert "WARNING" not in shown
+        assert curve(folder) == [line for line in whole if line["step"] > step]
+
+
+def test_passes_are_counted_and_a_larger_batch_goes_on_at_the_same_row(tmp_path, path, tokenizer):
+    config = job(path, max_steps=20)
+    run(tmp_path / "whole", config, tokenizer)
+    assert [line["epoch"] for line in curve(tmp_path / "whole")][-1] == 1  # 80 rows of 56
+    larger = job(path, max_steps=6, gradient_accumulation_steps=3)
+    _, shown = run(tmp_path / "more", larger, tokenizer, tmp_path / "whole" / "checkpoint-4")
+    assert "is not read as before" not in shown
+    other = job(path, max_steps=6, data={"shuffle_buffer": 8})
+    _, shown = run(tmp_path / "other", other, tokenizer, tmp_path / "whole" / "checkpoint-4")
+    assert "is not read as before (shuffle_buffer 16 -> 8)" in shown
+
+
+def test_a_bad_row_ends_the_run_with_its_line_and_what_was_saved(tmp_path, path, tokenizer):
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*rows * 5, "{\n"]))
+    with pytest.raises(SwiftFP8Error, match="malformed JSON") as caught:
+        run(tmp_path / "run", job(path, max_steps=200), tokenizer)
+    assert caught.value.where == f"{path}:301"
+    assert (tmp_path / "run" / "last").exists()
+    rows[-1] = "\n"
+    path.write_text("".join(rows * 6))
+    mended = job(path, max_steps=80)
+    result, shown = run(tmp_path / "run", mended, tokenizer, tmp_path / "run", dropout=0.0)
+    assert result.steps == 80 and "resuming at step 7" in shown
+
+
+def test_ctrl_c_saves_the_place(tmp_path, path, tokenizer, monkeypatch):
+    config = job(path)
+    run(tmp_path / "whole", config, tokenizer)
+    step_done = loop.Meter.step_done
+
+    def interrupt(self, *args, **kwargs):
+        step_done(self, *args, **kwargs)
+        if self._session_steps == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.Meter, "step_done", interrupt)
+        result, _ = run(tmp_path / "run", config, tokenizer)
+    assert result.interrupted and result.steps == 3
+    run(tmp_path / "run", config, tokenizer, tmp_path / "run")
+    losses = [line["loss"] for line in curve(tmp_path / "whole") if line["loss"] is not None]
+    assert [x["loss"] for x in curve(tmp_path / "run") if x["loss"] is not None] == losses
