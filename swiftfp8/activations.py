@@ -49,6 +49,7 @@ from swiftfp8.models.meta import ModelMeta
 if TYPE_CHECKING:
     from swiftfp8.plan import LayerPlan
 
+MASKLESS = ("flash_attention_2", "flex_attention")  # packed rows need no S x S mask there
 LOGIT_BYTES = 12  # of a logit in the plain loss: FP32 log-softmax and two gradients in flight
 CPU_CHUNK_BYTES = 16  # of one in the fused loss, without the GPU's kernel that works in place
 
@@ -144,7 +145,7 @@ def _fused_layer(meta: ModelMeta, layers: Sequence[LayerPlan], job: Job) -> Toke
     kept += 32 + 4 * meta.num_heads + 7 * c * job.lora_rank
     if meta.qk_norm:
         kept += (4 + c) * (q + n)
-    if job.packing and job.attn_implementation != "flash_attention_2":
+    if job.packing and job.attn_implementation not in MASKLESS:
         kept += c * job.max_length + 2 * c * (q - n)
     adapted = [layer for layer in layers if layer.lora]
     packed = sum(c * job.lora_rank * (x.in_features + 2 * x.out_features) for x in adapted)

@@ -43,6 +43,7 @@ class FusionPlan:
 MIXED_LORA = "adapters that read one input differ in rank or alpha (rank_pattern, alpha_pattern)"
 TRAINED = "its weights are trained, and fused layers hold theirs in FP8 alone"
 DORA = "DoRA divides each output by the length of a weight's row (use_dora)"
+FLEX = "flex attention is compiled by itself (attn_implementation)"
 NO_FUSION = FusionPlan(layers=0, total=0, reason="not planned")
 
 
@@ -75,21 +76,21 @@ def plan_fusion(
     lora_dropout: float,
     device: str,
     mixed: Collection[int] = (),
-    dora: bool = False,
+    apart: str | None = None,
     compiles: bool = True,
     graphs: bool = True,
 ) -> FusionPlan:
     """The decoder layers whose linears are all in FP8 on the `torch` backend.
 
-    `mixed` are layers whose adapters have shapes that can't be joined.
+    `mixed` are layers whose adapters have shapes that can't be joined; `apart` says why none may be
+    fused, whatever the model.
     `compiles` and `graphs` are what the user allows; both need a CUDA device.
     """
     total = meta.num_layers
     if backend != "torch":
         return FusionPlan(layers=0, total=total, reason="only the torch backend fuses layers")
     reason = why_not_fused(meta, tuner=tuner, lora_dropout=lora_dropout)
-    if reason is None and dora:
-        reason = DORA
+    reason = reason or apart
     if reason is not None:
         compiled = tuner == "full" and compiles and device == "cuda"
         return FusionPlan(layers=0, total=total, reason=reason, compiled=compiled)

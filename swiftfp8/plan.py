@@ -18,6 +18,7 @@ from swiftfp8.errors import SwiftFP8Error, raise_all
 from swiftfp8.freezing import is_below, trained_modules
 from swiftfp8.fusion import (
     DORA,
+    FLEX,
     MIXED_LORA,
     FusionPlan,
     plan_fusion,
@@ -46,6 +47,7 @@ from swiftfp8.plan_notes import (
     trains_bf16,
 )
 from swiftfp8.plan_problems import (
+    attention_problems,
     coverage_problems,
     head_problems,
     length_problems,
@@ -130,13 +132,20 @@ def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     return replace(high, asked_dtype=config.dtype, layers=layers, notes=notes)
 
 
+def _why_apart(config: Config) -> str | None:
+    """Why no layer may be fused whatever the model, or None."""
+    if config.use_dora:
+        return DORA
+    return FLEX if config.attn_implementation == "flex_attention" else None
+
+
 def _why_slow_on_torch(config: Config, meta: ModelMeta, mixed: Collection[int]) -> str | None:
     """Why the torch engine would run the decoder layers linear by linear, or None."""
     if config.tuner == "full":
         return why_not_compiled(meta, compiles=config.train.compile)
     reason = why_not_fused(meta, tuner=config.tuner, lora_dropout=config.lora_dropout)
-    if reason is None and config.use_dora:
-        return DORA
+    if reason is None and (apart := _why_apart(config)):
+        return apart
     if reason is None and len(mixed) == meta.num_layers > 0:
         return MIXED_LORA
     return reason
@@ -190,6 +199,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     )
     granted = without_empty_fp8(granted, layers)
     problems += length_problems(config, meta)
+    problems += attention_problems(config, hardware.device)
     problems += task_problems(config)
     problems += stream_problems(config)
     coverage = coverage_of(layers)
@@ -209,7 +219,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         lora_dropout=config.lora_dropout,
         device=hardware.device,
         mixed=mixed,
-        dora=config.use_dora,
+        apart=_why_apart(config),
         compiles=config.train.compile,
         graphs=config.train.cuda_graphs,
     )

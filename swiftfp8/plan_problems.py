@@ -29,6 +29,19 @@ def head_problems(config: Config, *, has_lora: bool) -> list[SwiftFP8Error]:
     ]
 
 
+def attention_problems(config: Config, device: str) -> list[SwiftFP8Error]:
+    """An error where the asked attention has no backward pass on this device."""
+    if device == "cuda" or config.attn_implementation in ("sdpa", "eager"):
+        return []
+    return [
+        SwiftFP8Error(
+            f"{config.attn_implementation} can be trained on a GPU only",
+            where="attn_implementation",
+            fix="set attn_implementation=sdpa",
+        )
+    ]
+
+
 def length_problems(config: Config, meta: ModelMeta) -> list[SwiftFP8Error]:
     """An error where a row of `max_length` tokens has positions that the model can't embed."""
     positions = meta.max_position_embeddings

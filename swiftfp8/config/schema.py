@@ -488,8 +488,9 @@ class Config:
     """Recompute activations in the backward pass: `full` (or true) a whole layer at a time, for the
     least memory and about a third more time; `selective` what is cheap to make again; `none` (or
     false) nothing; `auto` the first of none, selective, full that fits the device's memory."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel, by its transformers name."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    """Attention kernel, by its transformers name; `flash_attention_2` and `flex_attention` need a
+    GPU, and packed rows no mask there."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
     seed: NonNegative = 42

@@ -9,6 +9,7 @@ import pytest
 import torch
 from model_kit import plan_for, tiny_llama, tiny_qwen2
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
+from transformers.integrations import flex_attention as flex
 
 from swiftfp8.data.collator import Collator
 from swiftfp8.data.lengths import MASKED
@@ -135,6 +136,19 @@ def test_no_gradient_flows_between_rows(attention, flatten):
     touched = embedded.grad.abs().sum(-1) > 0
     assert touched[row, first:end].all()
     assert touched.sum() == end - first
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("flatten", [False, True])
+def test_flex_attention_sees_what_sdpa_sees(monkeypatch, kind, flatten):
+    """It has no backward pass on a CPU, and its forward pass runs here without being compiled."""
+    monkeypatch.setattr(flex.WrappedFlexAttention, "__call__", lambda self: flex.flex_attention)
+    batch = packed_batches(3, 16, flatten)[0]
+    inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        wanted = small(kind, "sdpa").eval()(**inputs).logits
+        found = small(kind, "flex_attention").eval()(**inputs).logits
+    assert (found - wanted).abs().max() < 1e-5
 
 
 def test_the_check_before_training_passes_and_leaves_the_model_as_it_was():

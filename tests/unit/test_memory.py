@@ -252,3 +252,4 @@ def test_packing_holds_a_mask_a_layer_under_sdpa() -> None:
 
     assert extra("sdpa", 2048) == pytest.approx(4 * extra("sdpa", 1024))
     assert extra("sdpa", 1024) > 0 == extra("flash_attention_2", 1024)
+    assert extra("flex_attention", 1024) == 0

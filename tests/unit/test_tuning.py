@@ -6,7 +6,7 @@ import pytest
 from plan_kit import plan_for, qwen_7b, qwen_half_b
 
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.fusion import DORA, MIXED_LORA
+from swiftfp8.fusion import DORA, FLEX, MIXED_LORA
 
 LAYERS = qwen_half_b().num_layers
 
@@ -47,6 +47,15 @@ def test_dora_runs_linear_by_linear_and_says_why():
     assert plan.lora.use_dora
     assert (plan.fusion.layers, plan.fusion.reason) == (0, DORA)
     assert plan.memory.workspace > plan_for("h200").memory.workspace
+
+
+def test_flex_attention_runs_linear_by_linear_and_on_a_gpu_alone():
+    flex = {"attn_implementation": "flex_attention"}
+    plan = plan_for("h200", precision={"backend": "torch"}, **flex)
+    assert (plan.fusion.layers, plan.fusion.reason) == (0, FLEX)
+    for kernel in ("flex_attention", "flash_attention_2"):
+        with pytest.raises(SwiftFP8Error, match=f"{kernel} can be trained on a GPU only"):
+            plan_for("cpu", attn_implementation=kernel)
 
 
 def test_a_head_that_is_saved_is_trained_whole_in_high_precision():
