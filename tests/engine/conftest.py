@@ -15,7 +15,12 @@ def pytest_runtest_setup() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What tests gave to `record_property`."""
-    terminalreporter.section("figures")
-    for report in terminalreporter.getreports("passed"):
-        for name, value in report.user_properties if report.when == "call" else ():
-            terminalreporter.write_line(f"{report.nodeid.split('::')[-1]}: {name} {value}")
+    lines = [
+        f"{report.nodeid.split('::')[-1]}: {name} {value}"
+        for report in terminalreporter.getreports("passed")
+        if report.when == "call"
+        for name, value in report.user_properties
+    ]
+    if lines:
+        terminalreporter.section("figures")
+        terminalreporter.write("\n".join((*lines, "")))
