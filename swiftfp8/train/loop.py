@@ -29,7 +29,7 @@ from swiftfp8.train.losses import targets
 from swiftfp8.train.masters import MasterAdamW, drop_masters
 from swiftfp8.train.metrics import Meter, Progress, RunLog
 from swiftfp8.train.objectives import Objective, Sums, finish, merge
-from swiftfp8.train.optimizers import Lion, MuonAdamW, parameter_groups
+from swiftfp8.train.optimizers import ExactAdafactor, Lion, MuonAdamW, parameter_groups
 from swiftfp8.train.progress import Display
 from swiftfp8.train.run_dir import resume_command
 from swiftfp8.train.signals import StopRequest, ignore_interrupts
@@ -343,6 +343,8 @@ class FP8Trainer(transformers.Trainer):
             kind, options = MasterAdamW, {**options, "state_dtype": plan.state_dtype}
         elif optim.name == "lion":
             kind, options = Lion, {"betas": options["betas"], "lr": options["lr"]}
+        elif optim.name == "adafactor":
+            kind = ExactAdafactor
         elif optim.name == "muon":
             kind = MuonAdamW
             options = {key: options[key] for key in ("lr", "betas", "eps")}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.optimization import Adafactor
 
 Groups = list[dict[str, Any]]
 
@@ -48,6 +49,23 @@ class Lion(torch.optim.Optimizer):
                 weight.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
                 average.lerp_(weight.grad, 1 - beta2)
         return loss
+
+
+class ExactAdafactor(Adafactor):
+    """transformers' Adafactor, whose FP32 states beside BF16 weights come back as they were.
+
+    torch's `load_state_dict` would round them to the weights' dtype.
+    """
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load, and keep each state's own dtype."""
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for weight, key in zip(group["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"].get(key, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        self.state[weight][name] = value.to(weight.device, copy=True)
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from model_kit import tiny_llama
 from peft import PeftModel
+from test_full_training import bf16_model
 from train_kit import make_config, make_model, make_rows, train
 
 from swiftfp8.config.schema import OptimConfig
@@ -62,6 +63,23 @@ def test_other_optimizers_learn_and_resume_exactly(tmp_path, name, tuner):
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
     with pytest.raises(SwiftFP8Error, match="optimizer is None, was"):
         train(tmp_path / "again", make_config(max_steps=20), tuner=tuner, resume=tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["lion", "muon", "adafactor", "adamw_torch"])
+def test_bf16_weights_without_masters_resume_exactly(tmp_path, name):
+    """torch loads states in their weight's dtype, but Adafactor's are FP32 beside BF16 weights."""
+    optim = OptimConfig(name=name, lr_scheduler_type="constant", master_weights=False)
+    config = make_config(
+        max_steps=8,
+        learning_rate=1e-3,
+        optim=optim,
+        train={"save_steps": 4, "save_total_limit": 5},
+    )
+    train(tmp_path / "whole", config, model=bf16_model(masters=False))
+    shutil.copytree(tmp_path / "whole", tmp_path / "again", symlinks=True)
+    start = tmp_path / "again" / "checkpoint-4"
+    train(tmp_path / "again", config, model=bf16_model(masters=False), resume=start)
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
 
 
 def test_muon_takes_the_matrices_of_layers_and_nothing_else():
