@@ -15,7 +15,7 @@ anyway, and their gradients are zero: no amax sees a value that the real tokens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,10 @@ class PackedRows:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def __getitems__(self, indices: Iterable[int]) -> list[dict[str, np.ndarray]]:
+        """Packs, for torch's data loader."""
+        return [self[index] for index in indices]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         index = range(len(self))[index]

@@ -78,9 +78,9 @@ class Stream(IterableDataset[Sample]):
                     yield {ERROR: error}
                     return
                 following = ahead.submit(maker.make, self._reader)
-                for taken, index in enumerate(order[skipped:], start=skipped + 1):
-                    assert rows is not None
-                    yield {**rows[int(index)], PLACE: replace(begins, taken=taken)}
+                left = [] if rows is None else rows.__getitems__(order[skipped:])
+                for taken, row in enumerate(left, start=skipped + 1):
+                    yield {**row, PLACE: replace(begins, taken=taken)}
                 skipped = 0
 
 

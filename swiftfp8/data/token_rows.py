@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,16 @@ class TokenRows:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, list[Any]]:
+        return {name: column.tolist() for name, column in self._row(index).items()}
+
+    def __getitems__(self, indices: Iterable[int]) -> list[dict[str, np.ndarray]]:
+        """Rows as arrays, for torch's data loader: lists of numbers take 40 times as long."""
+        return [self._row(index) for index in indices]
+
+    def _row(self, index: int) -> dict[str, np.ndarray]:
         end = self._ends[index]
         start = end - self.lengths[index]
-        return {name: column[start:end].tolist() for name, column in self._columns.items()}
+        return {name: column[start:end] for name, column in self._columns.items()}
 
     def gather(self, order: np.ndarray) -> dict[str, np.ndarray]:
         """The columns of the rows in another order, one row after the other."""

@@ -130,7 +130,8 @@ class FP8Trainer(transformers.Trainer):
         all cut before their answer divides by one, not by zero.
         """
         arriving = map(self._arrived, epoch_iterator)
-        batches, _ = super().get_batch_samples(arriving, num_batches, device)
+        with self.session.meter.waiting():
+            batches, _ = super().get_batch_samples(arriving, num_batches, device)
         self._micro_batches = batches
         self._step_loss = None
         self._step_tokens = sum(count_tokens(batch) for batch in batches)

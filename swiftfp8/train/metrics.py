@@ -69,6 +69,7 @@ class Progress:
     window_steps: int = 0
     window_tokens: int = 0
     window_seconds: float = 0.0
+    window_wait: float = 0.0  # seconds that the loop waited for rows
     window_sums: dict[str, Any] = field(default_factory=dict)  # of an objective, by name
     steady_tokens: int = 0
     steady_seconds: float = 0.0
@@ -144,6 +145,15 @@ class Meter:
         finally:
             self._mark += time.perf_counter() - before
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what happens inside as waiting for rows."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.progress.window_wait += time.perf_counter() - before
+
     def close_window(self) -> dict[str, Any]:
         """Loss, throughput, MFU and memory since the last call, and begin anew."""
         p = self.progress
@@ -153,9 +163,11 @@ class Meter:
             "loss": p.window_loss / p.window_steps,
             "tokens_per_second": rate,
             "mfu": self.mfu(rate),
+            "data_wait_ms": p.window_wait / p.window_steps * 1e3,
             "peak_memory_gib": peak_memory_gib(cuda=self._cuda),
         }
-        p.window_loss, p.window_steps, p.window_tokens, p.window_seconds = 0.0, 0, 0, 0.0
+        p.window_loss, p.window_steps, p.window_tokens = 0.0, 0, 0
+        p.window_seconds = p.window_wait = 0.0
         return values
 
     def mfu(self, tokens_per_second: float | None) -> float | None:

@@ -16,7 +16,7 @@ from rich.progress import (
 
 _SHOWN_APART = frozenset({
     "step", "epoch", "time", "loss", "eval_loss", "learning_rate", "grad_norm",
-    "tokens_per_second", "mfu", "peak_memory_gib",
+    "tokens_per_second", "mfu", "data_wait_ms", "peak_memory_gib",
 })  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def _one_thread():
 
 def log_of(run_dir: Path) -> list[dict]:
     """Log lines without what time and memory say."""
-    dropped = {"time", "tokens_per_second", "mfu", "peak_memory_gib"}
+    dropped = {"time", "tokens_per_second", "mfu", "data_wait_ms", "peak_memory_gib"}
     lines = read_log(run_dir)
     return [{key: value for key, value in line.items() if key not in dropped} for line in lines]
 

@@ -135,3 +135,15 @@ def test_datasets_come_packed_with_a_report(tokenizer):
     )
     flash = Config(**common, packing=True, attn_implementation="flash_attention_2")
     assert load_datasets(flash, tokenizer, 16).collator.flatten
+
+
+def test_a_data_loader_takes_arrays_that_hold_what_the_lists_do():
+    rows = make_rows([5, 9, 3])
+    arrays = rows.__getitems__([2, 0])
+    assert all(isinstance(value, np.ndarray) for row in arrays for value in row.values())
+    assert [{k: v.tolist() for k, v in row.items()} for row in arrays] == [rows[2], rows[0]]
+    loader = torch.utils.data.DataLoader(rows, batch_size=3, collate_fn=Collator(pad_id=0))
+    (batch,) = loader
+    expected = Collator(pad_id=0)([rows[k] for k in range(3)])
+    assert all(torch.equal(batch[k], expected[k]) for k in ("input_ids", "labels"))
+    assert batch["input_ids"].dtype == torch.long and batch["num_tokens"] == 17

@@ -59,6 +59,17 @@ def test_a_window_is_the_mean_over_its_steps():
     assert m.close_window()["loss"] == 1.0
 
 
+def test_waiting_is_counted_by_step_and_begins_anew_with_each_line():
+    one = meter()
+    with one.waiting():
+        time.sleep(0.05)
+    one.step_done(1.0, 10)
+    one.step_done(1.0, 10)
+    assert one.close_window()["data_wait_ms"] >= 25
+    one.step_done(1.0, 10)
+    assert one.close_window()["data_wait_ms"] == 0
+
+
 def test_mfu_is_unknown_without_a_peak():
     assert meter().mfu(100.0) is None
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,8 @@ def test_the_loss_falls_and_the_log_is_complete(tmp_path):
     result, shown = train(tmp_path, config, rows=make_rows(12, 4))
     lines = read_log(tmp_path)
     assert [line["step"] for line in lines] == [1, 5, 10, 15, 20, 20]
-    keys = "step epoch loss learning_rate grad_norm tokens_per_second mfu peak_memory_gib time"
+    keys = "step epoch loss learning_rate grad_norm tokens_per_second mfu "
+    keys += "data_wait_ms peak_memory_gib time"
     assert list(lines[0]) == keys.split()
     assert list(lines[-1]) == ["step", "epoch", "eval_loss", "time"]
     assert result.first_loss == lines[0]["loss"]
@@ -420,3 +423,15 @@ def test_loader_processes_change_nothing(tmp_path):
 
 def test_rows_stay_within_the_vocabulary():
     assert max(max(row["input_ids"]) for row in make_rows(50).train) < VOCAB
+
+
+def test_the_log_says_how_long_a_step_waited_for_its_rows(tmp_path):
+    rows = make_rows()
+
+    def slow(batch):
+        time.sleep(0.03)
+        return rows.collator(batch)
+
+    train(tmp_path, make_config(max_steps=4), rows=replace(rows, collator=slow))
+    waits = [line["data_wait_ms"] for line in read_log(tmp_path)]
+    assert len(waits) == 4 and min(waits) >= 28
