@@ -71,6 +71,12 @@ def stream_problems(config: Config) -> list[SwiftFP8Error]:
             "set data.num_workers=1",
         ),
         (
+            (data.num_proc or 1) > 1,
+            "a stream is tokenized by the process that reads it",
+            "data.num_proc",
+            "leave it out",
+        ),
+        (
             bool(sampled),
             f"'{''.join(sampled[:1])}' asks for rows drawn from all, and a stream's are not known",
             "dataset",

@@ -32,7 +32,7 @@ class RunRows:
 
 
 def read_run_rows(config: Config, model_dir: Path, adapter_dir: Path | None) -> RunRows:
-    """The rows of `val_dataset`, of the share set aside from `dataset`, or of `dataset`.
+    """The rows of `val_dataset`, those set aside from `dataset`, or those of `dataset`.
 
     Raises:
         SwiftFP8Error: rows that are named and can't be read.
@@ -44,7 +44,7 @@ def read_run_rows(config: Config, model_dir: Path, adapter_dir: Path | None) -> 
         entries, kind = tuple(config.val_dataset), "evaluation"
         shared = set(map(_name, entries)) & set(map(_name, config.dataset))
         clash = calibrates and bool(shared)
-    elif config.split_dataset_ratio > 0 and config.dataset:
+    elif (config.split_dataset_ratio > 0 or _holds_first(config)) and config.dataset:
         entries, kind, clash = tuple(config.dataset), "evaluation", calibrates
     elif config.dataset:
         entries = tuple(map(_sampled, config.dataset))
@@ -85,6 +85,7 @@ def _tokenized(
     )
     tokenizer = load_tokenizer(source, config.template, config.trust_remote_code)
     split = not config.val_dataset and config.split_dataset_ratio > 0
+    first = _holds_first(config)
     reading = replace(
         config,
         dataset=list(entries),
@@ -94,17 +95,23 @@ def _tokenized(
         data=replace(
             config.data,
             truncation="right",
-            interleave_prob=[],
+            interleave_prob=config.data.interleave_prob if first else [],
             streaming=config.data.streaming and not config.val_dataset,
         ),
     )
-    datasets = load_datasets(reading, tokenizer, 1, whole=True)
-    found = datasets.eval if split else datasets.train
+    datasets = load_datasets(reading, tokenizer, 1, whole=not first)
+    found = datasets.eval if split or first else datasets.train
     assert found is not None
     return [
         Row(ids_T=torch.tensor(row["input_ids"]), labels_T=torch.tensor(row["labels"]))
         for row in (found[index] for index in range(len(found)))
     ]
+
+
+def _holds_first(config: Config) -> bool:
+    """Whether a stream's first rows were set aside."""
+    data = config.data
+    return data.streaming and data.eval_rows > 0 and not config.val_dataset
 
 
 def _sampled(entry: str) -> str:

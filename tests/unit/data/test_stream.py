@@ -222,7 +222,7 @@ def test_the_plan_says_what_a_stream_can_not_do():
         "val_dataset": "v.jsonl",
         "max_steps": 5,
         "train": {"tokens_per_step": 9},
-        "data": {"streaming": True, "eval_rows": 3, "cache": True, "num_workers": 2},
+        "data": {"streaming": True, "eval_rows": 3, "cache": True, "num_workers": 2, "num_proc": 2},
     }
     assert where(**refused) == [
         "data.streaming",
@@ -231,6 +231,7 @@ def test_the_plan_says_what_a_stream_can_not_do():
         "train.tokens_per_step",
         "data.cache",
         "data.num_workers",
+        "data.num_proc",
         "dataset",
     ]
     fine = Config(max_steps=5, data={"streaming": True, "eval_rows": 3})

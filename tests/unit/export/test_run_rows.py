@@ -80,3 +80,16 @@ def test_rows_are_spread_and_one_is_left_at_least() -> None:
     assert [int(row.ids_T[0]) for row in take_rows(rows, 30)] == [0, 3, 6]
     assert len(take_rows(rows, 1000)) == 10
     assert len(take_rows(rows, 1)) == 1
+
+
+def test_a_streams_first_rows_are_its_evaluation_rows_where_they_were_set_aside() -> None:
+    stream = {"dataset": ["quickstart"], "max_steps": 5}
+    found = read(**stream, data={"streaming": True, "eval_rows": 7})
+    assert (found.kind, len(found.rows)) == ("evaluation", 7)
+    found = read(**stream, data={"streaming": True})
+    assert (found.kind, len(found.rows)) == ("training", 288)
+    held = {"streaming": True, "eval_rows": 7}
+    found = read(**stream, data=held, export=CALIBRATED)
+    assert found.missing is not None
+    found = read(**stream, data={"streaming": True}, val_dataset=["quickstart-reworded"])
+    assert (found.kind, len(found.rows)) == ("evaluation", 42)
