@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftfp8.config.compose import Composed, compose_arguments, require_inputs
+from swiftfp8.config.fields import unknown_key
 from swiftfp8.config.schema import Config
 from swiftfp8.config.tokens import to_token
 from swiftfp8.errors import SwiftFP8Error
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SftArguments:
-    """The options of a run, checked when they are given.
+    """The options of a run: read, and set, as attributes; checked whenever one is given.
 
     Args:
         config: a recipe to start from: a packaged name or a path.
@@ -39,21 +40,51 @@ class SftArguments:
     """
 
     def __init__(self, config: str | None = None, **arguments: Any) -> None:
-        self.composed: Composed = compose_arguments(config, arguments)
+        self._give(config, arguments)
 
     @property
     def config(self) -> Config:
         """Every option, typed, with its default where it was not given."""
         return self.composed.config
 
+    @property
+    def composed(self) -> Composed:
+        """The configuration, with the origin of every value."""
+        composed: Composed = self.__dict__["composed"]
+        return composed
+
+    def __getattr__(self, key: str) -> Any:
+        """The value of an option, such as `lora_rank`, or a group of them, such as `train`."""
+        if not key.startswith("_") and hasattr(self.config, key):
+            return getattr(self.config, key)
+        raise AttributeError(unknown_key(key, where=None).what)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        """Give an argument anew, as if it had been given at first."""
+        recipe, arguments = self.__dict__["given"]
+        self._give(recipe, {**arguments, key: value})
+
+    def _give(self, recipe: str | None, arguments: dict[str, Any]) -> None:
+        composed = compose_arguments(recipe, arguments)  # raises before anything is changed
+        self.__dict__.update(composed=composed, given=(recipe, arguments))
+
     def __repr__(self) -> str:
-        return f"SftArguments({', '.join(self.composed.overrides)})"
+        recipe, arguments = self.__dict__["given"]
+        named = {"config": recipe} if recipe is not None else {}
+        shown = (f"{key}={value!r}" for key, value in {**named, **arguments}.items())
+        return f"SftArguments({', '.join(shown)})"
 
 
 class Trainer:
     """Plans, trains and exports what the arguments describe."""
 
     def __init__(self, arguments: SftArguments) -> None:
+        if not isinstance(arguments, SftArguments):
+            raise SwiftFP8Error(
+                f"Trainer takes SftArguments, not {type(arguments).__name__}",
+                where="Trainer",
+                fix="Trainer(SftArguments(model_type=..., dataset=...))",
+            )
         require_inputs(arguments.composed)
         self.arguments = arguments
         self.run_dir: Path | None = None

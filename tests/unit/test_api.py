@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,9 @@ def test_arguments_are_the_configuration() -> None:
 
 def test_a_recipe_to_start_from() -> None:
     assert SftArguments(config="quickstart", lora_rank=4).config.max_length == 256
-    assert repr(SftArguments("quickstart", lora_rank=4)) == "SftArguments(lora_rank=4)"
+    shown = "SftArguments(config='quickstart', lora_rank=4)"
+    assert repr(SftArguments("quickstart", lora_rank=4)) == shown
+    assert eval(shown).config == SftArguments("quickstart", lora_rank=4).config
 
 
 def test_mistakes_are_told_at_once() -> None:
@@ -47,6 +50,47 @@ def test_mistakes_are_told_at_once() -> None:
     assert "did you mean lora_rank?" in str(caught.value) and "fp9" in str(caught.value)
     with pytest.raises(SwiftFP8Error, match="no model"):
         Trainer(SftArguments(dataset="quickstart"))
+
+
+def test_an_argument_that_is_changed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def train(composed: Any) -> Any:
+        seen.append(composed)
+        return SimpleNamespace(run_dir=Path("output/run"))
+
+    monkeypatch.setattr(pipeline, "train", train)
+    given = SftArguments(model_type="tiny", dataset="quickstart", max_steps=1)
+    trainer = Trainer(given)
+    given.lora_rank = 64
+    given.max_steps = 2
+    given.precision = {"strict": True}
+    assert (given.lora_rank, given.max_steps, given.precision.strict) == (64, 2, True)
+    assert given.learning_rate == given.config.learning_rate
+    assert "lora_rank=64" in repr(given) and "max_steps=2" in repr(given)
+    trainer.train()
+    (composed,) = seen
+    assert (composed.config.lora_rank, composed.config.max_steps) == (64, 2)
+    assert "lora_rank=64" in composed.overrides
+
+
+def test_an_argument_is_checked_when_it_is_changed() -> None:
+    given = arguments()
+    with pytest.raises(SwiftFP8Error, match="lora_rank must be a whole number, not 'x'"):
+        given.lora_rank = "x"
+    with pytest.raises(SwiftFP8Error, match="unknown key 'lora_rnk'"):
+        given.lora_rnk = 8
+    with pytest.raises(AttributeError, match="unknown key 'lora_rnk'"):
+        _ = given.lora_rnk
+    assert given.lora_rank == 64
+    other = copy.deepcopy(given)
+    other.lora_rank = 2
+    assert (given.lora_rank, other.lora_rank) == (64, 2)
+
+
+def test_a_trainer_takes_arguments_alone() -> None:
+    with pytest.raises(SwiftFP8Error, match="takes SftArguments, not dict"):
+        Trainer({"model_type": "tiny"})  # type: ignore[arg-type]
 
 
 def test_train_then_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
