@@ -14,7 +14,14 @@ import typer
 from swiftfp8 import __version__
 from swiftfp8.cli_config import config_app
 from swiftfp8.cli_data import data_app
-from swiftfp8.cli_tokens import Tokens, check_keys, print_notes, read_count, read_values
+from swiftfp8.cli_tokens import (
+    KeyValueCommand,
+    Tokens,
+    check_keys,
+    print_notes,
+    read_count,
+    read_values,
+)
 from swiftfp8.failures import guarded, interrupt_on_sigterm
 
 if TYPE_CHECKING:
@@ -58,7 +65,7 @@ def root(
     """Hold the options of the program itself."""
 
 
-@app.command()
+@app.command(cls=KeyValueCommand)
 @guarded
 def train(
     tokens: Tokens = None,
@@ -94,7 +101,7 @@ def train(
     return 130 if result.interrupted else 0
 
 
-@app.command()
+@app.command(cls=KeyValueCommand)
 @guarded
 def plan(tokens: Tokens = None) -> None:
     """Print what each layer would get, and why: config=... [hardware=a100]
@@ -111,7 +118,7 @@ def plan(tokens: Tokens = None) -> None:
         pipeline.plan(member, taken.get("hardware"))
 
 
-@app.command()
+@app.command(cls=KeyValueCommand)
 @guarded
 def export(tokens: Tokens = None) -> int:
     """Write a checkpoint for inference: run=<run directory>
@@ -130,7 +137,7 @@ def export(tokens: Tokens = None) -> int:
     return 0
 
 
-@app.command()
+@app.command(cls=KeyValueCommand)
 @guarded
 def merge(tokens: Tokens = None) -> None:
     """Merge an adapter into its BF16 model: run=<run directory>
@@ -159,7 +166,7 @@ def deploy(tokens: Tokens = None) -> None:
     pipeline.deploy(request, extra)
 
 
-@app.command()
+@app.command(cls=KeyValueCommand)
 @guarded
 def infer(tokens: Tokens = None) -> None:
     """Chat: run=<run directory>, or model=<directory, an export's too>
@@ -177,7 +184,7 @@ def infer(tokens: Tokens = None) -> None:
     pipeline.infer(request)
 
 
-@app.command("eval")
+@app.command("eval", cls=KeyValueCommand)
 @guarded
 def evaluate(tokens: Tokens = None) -> None:
     """Ask held-out questions: run=<run directory>, or model=<directory> dataset=<rows>
@@ -194,7 +201,7 @@ def evaluate(tokens: Tokens = None) -> None:
     pipeline.evaluate(request)
 
 
-@app.command()
+@app.command(cls=KeyValueCommand)
 @guarded
 def bench(tokens: Tokens = None) -> None:
     """Time your own job beside its peers: config=<recipe or path> [key=value ...]
@@ -282,7 +289,7 @@ def _export_request(tokens: Sequence[str]) -> Any:
     from swiftfp8.requests import ExportRequest
 
     taken, rest = take(tokens, SOURCE_KEYS)
-    check_keys(rest, also=SOURCE_KEYS)
+    check_keys(rest, also=SOURCE_KEYS, group="export")
     return ExportRequest(**taken, overrides=tuple(rest))
 
 

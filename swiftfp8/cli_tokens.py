@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from swiftfp8.errors import SwiftFP8Error, raise_all
+from swiftfp8.failures import report
 
 if TYPE_CHECKING:
     from swiftfp8.config.compose import Composed
@@ -36,8 +39,52 @@ Tokens = Annotated[
 ]
 
 
-def check_keys(tokens: Sequence[str], *, also: Sequence[str]) -> None:
-    """Fail for tokens whose key neither the schema nor the command (`also`) knows."""
+class KeyValueCommand(TyperCommand):
+    """A command whose options, written as other trainers do (`--lora_rank 16`), are explained."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as usual, once no argument is one of our keys with dashes before it."""
+        declared = {name for param in self.params for name in param.opts}
+        if any(a.startswith("--") and a.partition("=")[0] not in declared for a in args):
+            written = _as_tokens(self.name or "", args)
+            if written != args:
+                line = f"{ctx.command_path} {shlex.join(written)}"
+                raise typer.Exit(report(_dashes(line)))
+        return super().parse_args(ctx, args)
+
+
+def _dashes(line: str) -> SwiftFP8Error:
+    what = "options are key=value, without dashes"
+    return SwiftFP8Error(what, where="command line", fix=f"write {line}")
+
+
+def _as_tokens(command: str, args: Sequence[str]) -> list[str]:
+    """The arguments, with `--key value`, `--key=value` and `--flag` as tokens."""
+    from swiftfp8.config.complete import command_keys
+    from swiftfp8.config.fields import SYNONYMS
+
+    known, written, rest = dict(command_keys(command)), [], list(args)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        key = name if name in known else SYNONYMS.get(name, "")
+        if not word.startswith("--") or key not in known:
+            written.append(word)
+        elif equals:
+            written.append(f"{key}={value}")
+        elif rest and not rest[0].startswith("--") and "=" not in rest[0]:
+            written.append(f"{key}={rest.pop(0)}")
+        else:
+            written.append(f"{key}=true")
+    return written
+
+
+def check_keys(tokens: Sequence[str], *, also: Sequence[str], group: str) -> None:
+    """Fail for tokens whose key neither the schema nor the command (`also`) knows.
+
+    `group` is the one whose keys the command is about.
+    """
     from swiftfp8.config.fields import field_docs, mapping_parent, schema_groups, unknown_key
     from swiftfp8.config.tokens import parse_tokens
 
@@ -45,25 +92,27 @@ def check_keys(tokens: Sequence[str], *, also: Sequence[str]) -> None:
     for first, *_ in parsed:
         known = first.key in field_docs() or first.key in schema_groups()
         if not known and not mapping_parent(first.key):
-            problems.append(unknown_key(first.key, where=first.origin, also=tuple(also)))
+            problems.append(
+                unknown_key(first.key, where=first.origin, also=tuple(also), group=group)
+            )
     raise_all(problems)
 
 
 def read_values(request: type[T], tokens: Sequence[str]) -> T:
     """Fill a request's fields from tokens; text is taken as typed."""
-    from swiftfp8.config.tokens import split_token, unquote
+    from swiftfp8.config.tokens import join_spaced, split_token, unquote
     from swiftfp8.registry import unknown
 
     kinds = get_type_hints(request)
     values: dict[str, Any] = {}
     problems: list[SwiftFP8Error] = []
-    for token in tokens:
+    for token in join_spaced(tokens):
         try:
             key, text = split_token(token)
             if key not in kinds:
                 raise unknown("key", key, kinds, where=f"command line, {token}")
             quoted = unquote(text)
-            values[key] = _typed(kinds[key], text if quoted is None else quoted, token)
+            values[key] = _typed(request, key, text if quoted is None else quoted, token)
         except SwiftFP8Error as problem:
             problems.append(problem)
     raise_all(problems)
@@ -77,6 +126,7 @@ def read_count(name: str, text: str) -> int:
         raise SwiftFP8Error(
             f"{name} must be a whole number of at least 1, not '{text}'",
             where=f"command line, {name}={text}",
+            fix=f"give a whole number, such as {name}=10",
         )
     return int(text)
 
@@ -87,15 +137,15 @@ def print_notes(members: Sequence[Composed]) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _typed(kind: Any, text: str, token: str) -> Any:
-    where = f"command line, {token}"
+def _typed(request: Any, key: str, text: str, token: str) -> Any:
+    kind, where = get_type_hints(request)[key], f"command line, {token}"
     if kind == bool | None:
         if text.lower() == "null":
             return None
         kind = bool
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise SwiftFP8Error(f"must be true or false, not '{text}'", where=where)
+            raise SwiftFP8Error(f"{key} must be true or false, not '{text}'", where=where)
         return text.lower() == "true"
     if kind == int | None:
         kind = int
@@ -105,4 +155,6 @@ def _typed(kind: Any, text: str, token: str) -> Any:
         return kind(text)
     except ValueError as error:
         name = "a whole number" if kind is int else "a number"
-        raise SwiftFP8Error(f"must be {name}, not '{text}'", where=where) from error
+        usual = getattr(request, key, None)
+        fix = f"give {name}" + (f", such as {key}={usual}" if usual is not None else "")
+        raise SwiftFP8Error(f"{key} must be {name}, not '{text}'", where=where, fix=fix) from error

@@ -67,20 +67,21 @@ def complete_token(command: str, before: Sequence[str], incomplete: str) -> list
     bash cuts words at `=`: there `key=val` arrives as `key`, `=`, `val`, and wants candidates for
     `val` alone. Other shells pass the whole token and want whole tokens back.
     """
-    if before and before[-1] in dict(_keys(command)):  # the `=` itself is the word at hand
+    if before and before[-1] in dict(command_keys(command)):  # the `=` itself is the word at hand
         return _values(command, before[-1], incomplete.removeprefix("="))
     if len(before) >= 2 and before[-1] == "=":
         return _values(command, before[-2], incomplete)
     key, equals, start = incomplete.partition("=")
     if equals:
         return [(f"{key}={value}", text) for value, text in _values(command, key, start)]
-    keys = [(name, text) for name, text in _keys(command) if name.startswith(key)]
+    keys = [(name, text) for name, text in command_keys(command) if name.startswith(key)]
     if len(keys) == 1 and (values := _values(command, keys[0][0], "")):
         return [(f"{keys[0][0]}={value}", text) for value, text in values]
     return [(f"{name}=", text) for name, text in keys]
 
 
-def _keys(command: str) -> Iterable[tuple[str, str]]:
+def command_keys(command: str) -> Iterable[tuple[str, str]]:
+    """The keys that a command takes, with their help."""
     if command == "deploy":
         return _DEPLOY_KEYS.items()
     if command == "infer":

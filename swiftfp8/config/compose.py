@@ -20,9 +20,9 @@ from swiftfp8.config.layers import Layered, layer_files, shown_path, yaml_proble
 from swiftfp8.config.paths import GROUPS, group_options, recipes_dir, yaml_names
 from swiftfp8.config.schema import Config, OptimConfig
 from swiftfp8.config.tokens import Override, expand_sweep, parse_tokens, to_token
-from swiftfp8.config.validate import check_names, resolve, validate
+from swiftfp8.config.validate import FILE_SUFFIXES, check_names, resolve, validate
 from swiftfp8.errors import SwiftFP8Error, raise_all
-from swiftfp8.registry import unknown
+from swiftfp8.registry import suggest_path, unknown
 
 SCHEMA_DEFAULT = "schema default"
 
@@ -170,11 +170,23 @@ def find_recipe(config: str) -> Path:
     path = Path(config).expanduser()
     if path.is_dir() and (path / "resolved.yaml").is_file():
         return path.resolve() / "resolved.yaml"
+    if path.is_dir() and not Path(f"{path}.yaml").is_file():
+        fix = "give a YAML file, a packaged recipe (swiftfp8 config list) or a run directory"
+        raise SwiftFP8Error(
+            f"a directory without a resolved.yaml: {config}", where=f"config={config}", fix=fix
+        )
     for candidate in (path, Path(f"{path}.yaml"), recipes_dir() / f"{config}.yaml"):
         if candidate.is_file() and candidate.suffix in (".yaml", ".yml"):
             return candidate.resolve()
+    if path.is_file():
+        fix = "a recipe is a .yaml file"
+        if path.suffix in FILE_SUFFIXES:
+            fix = f"for rows to train on write dataset={config}"
+        raise SwiftFP8Error(f"no recipe, another file: {config}", where=f"config={config}", fix=fix)
     if path.suffix in (".yaml", ".yml") or path.is_absolute():
+        near = suggest_path(path)
         fix = "paths start from the current folder; packaged recipes: swiftfp8 config list"
+        fix = f"did you mean {near}?" if near else fix
         raise SwiftFP8Error(f"no such recipe file: {config}", where=f"config={config}", fix=fix)
     names = {*yaml_names(recipes_dir()), *yaml_names(Path.cwd())}
     raise unknown("recipe", config, names, where=f"config={config}")

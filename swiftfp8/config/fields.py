@@ -83,9 +83,15 @@ def mapping_parent(key: str) -> FieldDoc | None:
     return doc if doc and doc.kind == "mapping" else None
 
 
-def unknown_key(key: str, *, where: str | None, also: tuple[str, ...] = ()) -> SwiftFP8Error:
-    """The error for a key that does not exist; `also` are keys known to the command alone."""
-    best = _closest_key(key, also)
+def unknown_key(
+    key: str, *, where: str | None, also: tuple[str, ...] = (), group: str | None = None
+) -> SwiftFP8Error:
+    """The error for a key that does not exist; `also` are keys known to the command alone.
+
+    A leaf of `group`, which the command is about, is meant before that of any other.
+    """
+    within = f"{group}.{key}"
+    best = within if within in field_docs() else _closest_key(key, also)
     fix = f"did you mean {best}?" if best else "list the keys: swiftfp8 config show"
     return SwiftFP8Error(f"unknown key '{key}'", where=where, fix=fix)
 

@@ -73,6 +73,12 @@ def _as_sizes(value: Any) -> Any:
     return [value] if isinstance(value, int) else _as_list(value)
 
 
+def _some_steps(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be at least 1, or -1 to go by epochs")
+    return value
+
+
 def _ascending(value: list[int]) -> tuple[int, ...]:
     return tuple(sorted(set(value)))
 
@@ -466,7 +472,7 @@ class Config:
     """Jinja chat template that replaces the tokenizer's own: a file, or `chatml` or `gemma`."""
     num_train_epochs: Annotated[Real, Field(gt=0.0)] = 1.0
     """Passes over the data."""
-    max_steps: Annotated[Whole, Field(ge=-1)] = -1
+    max_steps: Annotated[Whole, Field(ge=-1), AfterValidator(_some_steps)] = -1
     """Optimizer steps; -1 goes by epochs."""
     per_device_train_batch_size: Positive = 1
     """Rows a micro-batch holds."""

@@ -34,7 +34,7 @@ def parse_tokens(
     """Each token's alternatives (more than one is a sweep), and what could not be read."""
     parsed: list[tuple[Override, ...]] = []
     problems: list[SwiftFP8Error] = []
-    for token in tokens:
+    for token in join_spaced(tokens):
         try:
             parsed.append(_parse_token(token))
         except SwiftFP8Error as problem:
@@ -47,9 +47,24 @@ def expand_sweep(parsed: Sequence[tuple[Override, ...]]) -> list[tuple[Override,
     return list(itertools.product(*parsed))
 
 
+def join_spaced(tokens: Sequence[str]) -> list[str]:
+    """Tokens with those that were typed with spaces around the `=` put together again."""
+    joined: list[str] = []
+    for token in tokens:
+        opened = joined and ("=" not in joined[-1] or joined[-1].endswith("="))
+        if opened and (token.startswith("=") or (joined[-1].endswith(" =") and "=" not in token)):
+            joined[-1] += f" {token}"
+        else:
+            joined.append(token)
+    return joined
+
+
 def split_token(token: str) -> tuple[str, str]:
-    """`key=value` cut at the first `=`; raises where there is none."""
+    """`key=value` cut at the first `=`; raises where there is none, or a space before it."""
     key, equals, text = token.partition("=")
+    if equals and key.strip() and key != key.rstrip():
+        fix = f"write {key.strip()}={text.strip()}"
+        raise SwiftFP8Error(f"'{token}' has spaces around its =", where="command line", fix=fix)
     key = key.strip()
     if not equals or not key:
         bare = token.strip()

@@ -12,7 +12,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from swiftfp8.config.fields import field_docs, schema_groups, unknown_key
+from swiftfp8.config.fields import FieldDoc, field_docs, schema_groups, unknown_key
+from swiftfp8.config.model_names import missing_model
 from swiftfp8.config.paths import (
     configs_dir,
     find_chat_template,
@@ -21,11 +22,12 @@ from swiftfp8.config.paths import (
     yaml_names,
 )
 from swiftfp8.config.schema import Config
+from swiftfp8.config.tokens import to_token
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.registry import suggest, unknown
+from swiftfp8.registry import suggest, suggest_path, unknown
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?")
-_FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".gz", ".zst")
+FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".gz", ".zst")
 _MUST_BE = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
@@ -76,7 +78,7 @@ def validate(
 
 
 def check_names(tree: Mapping[str, Any], provenance: Mapping[str, str]) -> list[SwiftFP8Error]:
-    """What is named and can't be found: the model family, data sets, the chat template."""
+    """What is named and can't be found: model, family, checkpoint, data sets, chat template."""
     return list(_missing_names(tree, provenance))
 
 
@@ -102,13 +104,22 @@ def _drop(config: DictConfig, key: str) -> bool:
 def _missing_names(
     tree: Mapping[str, Any], provenance: Mapping[str, str]
 ) -> Iterator[SwiftFP8Error]:
+    def where(key: str) -> str | None:
+        return _where(key, provenance, None)
+
     family = tree.get("model_type")
     if isinstance(family, str) and family.lower() not in map(str.lower, names := model_types()):
-        yield unknown("model_type", family, names, where=_where("model_type", provenance, None))
+        yield unknown("model_type", family, names, where=where("model_type"))
+    model = tree.get("model")
+    if isinstance(model, str) and (problem := missing_model(model, where("model"))):
+        yield problem
+    resumed = tree.get("resume_from_checkpoint")
+    if isinstance(resumed, str) and not Path(resumed).expanduser().is_dir():
+        yield _missing_checkpoint(resumed, where("resume_from_checkpoint"))
     template = tree.get("template")
     if isinstance(template, str):
         try:
-            find_chat_template(template, where=_where("template", provenance, None))
+            find_chat_template(template, where=where("template"))
         except SwiftFP8Error as error:
             yield error
     export = tree.get("export")
@@ -121,14 +132,14 @@ def _missing_names(
         entries = value.split(",") if isinstance(value, str) else value
         for entry in entries if isinstance(entries, list) else []:
             if isinstance(entry, str) and not _dataset_exists(entry.strip()):
-                yield _missing_dataset(entry.strip(), _where(key, provenance, None))
+                yield _missing_dataset(entry.strip(), where(key))
 
 
 def _dataset_exists(entry: str) -> bool:
     name = _without_sample(entry)
     if name in yaml_names(configs_dir() / "dataset") or Path(name).expanduser().exists():
         return True
-    looks_like_file = name.startswith((".", "/", "~")) or name.endswith(_FILE_SUFFIXES)
+    looks_like_file = name.startswith((".", "/", "~")) or name.endswith(FILE_SUFFIXES)
     return bool(_HUB_ID.fullmatch(name)) and not looks_like_file
 
 
@@ -136,16 +147,25 @@ def _missing_dataset(entry: str, where: str | None) -> SwiftFP8Error:
     name = _without_sample(entry)
     path = Path(name).expanduser()
     if "/" in name or path.suffix:
-        near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        best = suggest(path.name, near)
-        fix = f"did you mean {path.parent / best}?" if best else None
-        fix = fix or "paths start from the current folder; a hub id is written owner/name"
+        near = suggest_path(path)
+        fix = "paths start from the current folder; a hub id is written owner/name"
+        fix = f"did you mean {near}?" if near else fix
         return SwiftFP8Error(f"no such data set file: {name}", where=where, fix=fix)
     names = yaml_names(configs_dir() / "dataset")
     best = suggest(name, names)
     others = f"a registered name ({', '.join(names)}), a file, or a hub id owner/name"
     fix = f"did you mean {best}?" if best else f"give {others}"
     return SwiftFP8Error(f"unknown dataset '{name}'", where=where, fix=fix)
+
+
+def _missing_checkpoint(path: str, where: str | None) -> SwiftFP8Error:
+    near = suggest_path(Path(path).expanduser())
+    fix = "give a run directory or one of its checkpoint-N directories"
+    return SwiftFP8Error(
+        f"the checkpoint to resume from does not exist: {path}",
+        where=where,
+        fix=f"did you mean {near}?" if near else fix,
+    )
 
 
 def _without_sample(entry: str) -> str:
@@ -172,7 +192,7 @@ def _problem(key: str, detail: ErrorDetails, where: str | None) -> SwiftFP8Error
     if key in schema_groups():
         return _no_group(key, value, where)
     doc = field_docs().get(key)
-    help_text = doc.help if doc else None
+    help_text = _way_out(key, doc) if doc else None
     if value is None:
         return SwiftFP8Error(f"{key} can't be null", where=where, fix=help_text)
     if kind == "literal_error" and doc:
@@ -188,6 +208,13 @@ def _problem(key: str, detail: ErrorDetails, where: str | None) -> SwiftFP8Error
         said = detail["msg"].removeprefix("Value error, ")
         what = f"{key}: {said[:1].lower()}{said[1:]}, not {_quoted(value)}"
     return SwiftFP8Error(what, where=where, fix=help_text)
+
+
+def _way_out(key: str, doc: FieldDoc) -> str:
+    """What the key takes, by example, and what it means."""
+    article = "" if doc.kind in ("flag", "text", "choice") else "a "
+    usual = f", such as {to_token(key, doc.default)}" if doc.default not in (None, (), {}) else ""
+    return f"give {article}{doc.type_text}{usual}. {doc.help}"
 
 
 def _no_group(key: str, value: Any, where: str | None) -> SwiftFP8Error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from swiftfp8.config.model_names import looks_like_id
 from swiftfp8.export.report import ExportReport
 from swiftfp8.export.staging import REPORT_NAME
 from swiftfp8.export.targets import ENGINES
-from swiftfp8.models.hub import looks_like_id
 
 _WHAT = {
     "fp8_block": "FP8 (e4m3, 128x128 blocks)",

@@ -5,20 +5,13 @@ What is downloaded stays in the hub's own cache, so a second run works offline.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+from swiftfp8.config.model_names import GGUF_ID
 from swiftfp8.errors import SwiftFP8Error
 
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 _UNWANTED = ("original/*", "consolidated*", "*/*.safetensors", "onnx/*")
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_GGUF_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/(.+\.gguf)", re.IGNORECASE)
-
-
-def looks_like_id(model: str) -> bool:
-    """Whether `model` is written as a hub id: `name`, `owner/name` or `owner/name/file.gguf`."""
-    return bool(_ID.fullmatch(model) or _GGUF_ID.fullmatch(model))
 
 
 def download(model: str, hub: str) -> Path:
@@ -27,7 +20,7 @@ def download(model: str, hub: str) -> Path:
     `owner/name/file.gguf` names one file; `owner/name` alone takes the safetensors, or the only
     GGUF file of a repository that has no others.
     """
-    named = _GGUF_ID.fullmatch(model)
+    named = GGUF_ID.fullmatch(model)
     fetch = _from_modelscope if hub == "modelscope" else _from_hf
     if named:
         return fetch(named[1], (named[2],)) / named[2]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftfp8.config.model_names import missing_model
 from swiftfp8.config.paths import assets_dir
 from swiftfp8.config.schema import Config
 from swiftfp8.errors import SwiftFP8Error
@@ -18,7 +19,7 @@ from swiftfp8.models.cache import safe_name
 from swiftfp8.models.checkpoint import read_config_json
 from swiftfp8.models.family import Family, family_named, family_of
 from swiftfp8.models.gguf import convert_gguf
-from swiftfp8.models.hub import download, looks_like_id
+from swiftfp8.models.hub import download
 from swiftfp8.models.multimodal import extract_text_model, is_multimodal
 
 _SPLIT_GGUF = re.compile(r"-\d{5}-of-\d{5}$")
@@ -106,9 +107,8 @@ def _on_disk(model: str) -> Path | None:
                 fix="join the parts with llama.cpp's `llama-gguf-split --merge` first",
             )
         return path.resolve()
-    written_as_path = model.startswith(("/", "./", "../", "~")) or model.endswith("/")
-    if written_as_path or not looks_like_id(model):
-        raise SwiftFP8Error(f"no such model directory or file: {model}", where="model")
+    if problem := missing_model(model):
+        raise problem
     return None
 
 

@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def call(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, list(arguments))
+    return CliRunner().invoke(cli.app, list(arguments), prog_name="swiftfp8")
 
 
 def test_train_composes_and_trains(calls: list[tuple[Any, ...]]) -> None:
@@ -126,6 +126,17 @@ def test_doctors_answer_is_the_exit_code(calls: list[tuple[Any, ...]]) -> None:
         (("train",), ["error: no model to train", "error: no dataset to train on"]),
         (("train", "quickstart"), ["config=quickstart"]),
         (("export", "rn=x"), ["did you mean run?"]),
+        (("export", "run=x", "format=fp8"), ["did you mean export.format?"]),
+        (("train", "--config", "my.yaml"), ["fix:   write swiftfp8 train config=my.yaml\n"]),
+        (
+            ("train", "config=my", "--lora-rank", "16", "--lr=1e-4", "--packing", "--dry-run"),
+            ["write swiftfp8 train config=my lora_rank=16 learning_rate=1e-4 packing=true --dry-"],
+        ),
+        (("infer", "--run", "output/r"), ["write swiftfp8 infer run=output/r"]),
+        (("train", "--dryrun"), ["No such option", "--dry-run"]),
+        (("train", "lora_rank", "=", "16"), ["write lora_rank=16"]),
+        (("infer", "max_new_tokens=abc"), ["max_new_tokens must be a whole", "max_new_tokens=512"]),
+        (("bench", "config=quickstart", "steps=no"), ["steps must be", "steps=10"]),
         (("infer", "rn=x", "seed=a"), ["did you mean run?", "whole number"]),
         (("config", "explain", "lora_rnk"), ["did you mean lora_rank?"]),
         (("config", "show", "lora_rank=1,2"), ["a comma list is a sweep"]),

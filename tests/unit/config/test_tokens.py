@@ -93,6 +93,14 @@ def test_what_cannot_be_read(token: str, what: str, fix: str) -> None:
     assert what in problem.what and fix in str(problem.fix)
 
 
+@pytest.mark.parametrize(
+    "typed", [["lora_rank", "=", "16"], ["lora_rank", "=16"], ["seed=1", "lora_rank", "=", "16"]]
+)
+def test_spaces_around_the_equals_sign_are_one_mistake(typed: list[str]) -> None:
+    _, (problem,) = parse_tokens(typed)
+    assert "has spaces around its =" in problem.what and problem.fix == "write lora_rank=16"
+
+
 def test_all_unreadable_tokens_are_reported() -> None:
     parsed, problems = parse_tokens(["one", "seed=1", "~two"])
     assert len(parsed) == 1 and len(problems) == 2

@@ -38,7 +38,8 @@ def test_every_problem_of_file_and_command_line_is_reported_with_its_place() -> 
         ),
         "precision.margin must be at least 0, not -1": (
             "bad.yaml:4",
-            "Delayed scaling: scale is divided by 2**margin.",
+            "give a whole number >= 0, such as precision.margin=0. Delayed scaling: scale is "
+            "divided by 2**margin.",
         ),
         "unknown key 'precision.strct'": ("bad.yaml:3", "did you mean precision.strict?"),
         "train is a group of keys, not 5": (
@@ -48,11 +49,13 @@ def test_every_problem_of_file_and_command_line_is_reported_with_its_place() -> 
         "unknown tuner 'lorra'": ("bad.yaml:5", "did you mean lora?"),
         "lora_alpha must be a number, not 'x'": (
             "command line, lora_alpha=x",
-            "LoRA alpha; the update is scaled by alpha / r (alpha / sqrt(r) with `use_rslora`).",
+            "give a number > 0, such as lora_alpha=32. LoRA alpha; the update is "
+            "scaled by alpha / r (alpha / sqrt(r) with `use_rslora`).",
         ),
         "seed must be a number, not true": (
             "bad.yaml:8",
-            "Seed of initialisation, data order and dropout.",
+            "give a whole number >= 0, such as seed=42. Seed "
+            "of initialisation, data order and dropout.",
         ),
         "unknown key 'lora_rnk'": ("bad.yaml:1", "did you mean lora_rank?"),
         "unknown key 'save_steps'": ("bad.yaml:6", "did you mean train.save_steps?"),
@@ -96,6 +99,12 @@ def test_the_key_that_was_meant(key: str, meant: str) -> None:
         ),
         ("dtype=fp9", "unknown dtype 'fp9'"),
         ("export_quantization_bit=4", "unknown export_quantization_bit '4'"),
+        ("max_steps=0", "max_steps: must be at least 1, or -1 to go by epochs, not 0"),
+        ("model=./nomodel", "no such model directory or file: ./nomodel"),
+        (
+            "resume_from_checkpoint=output/nope",
+            "the checkpoint to resume from does not exist: output/nope",
+        ),
         ("run_name=${nope}", "run_name: Interpolation key 'nope' not found"),
         ("run_name=???", "run_name must be given"),
         ("model_type=qwen9", "unknown model_type 'qwen9'"),
@@ -109,6 +118,54 @@ def test_a_bad_value_is_one_problem_with_its_token(token: str, what: str) -> Non
     found = problems(None, token)
     assert list(found) == [what]
     assert found[what][0] == f"command line, {token}"
+
+
+def test_missing_files_are_told_with_the_other_mistakes() -> None:
+    Path("bad.yaml").write_text(
+        "model: ./nomodel\nresume_from_checkpoint: output/nope\ndataset: gone.jsonl\nseeed: 1\n"
+    )
+    places = {where for where, _ in problems("bad").values()}
+    assert places == {"bad.yaml:1", "bad.yaml:2", "bad.yaml:3", "bad.yaml:4"}
+
+
+@pytest.mark.parametrize(
+    ("token", "fix"),
+    [
+        ("dataset=nope.jsonl", "paths start from the current folder"),  # bin.jsonl is no likeness
+        ("dataset=tran.jsonl", "did you mean train.jsonl?"),
+        ("dataset=train.json", "did you mean train.jsonl?"),
+        ("model=./modle", "did you mean model?"),
+        ("rlhf=grpo", "choose one of: "),
+        ("dtype=fp9", "did you mean fp8?"),
+        ("lora_rank=abc", "give a whole number >= 1, such as lora_rank="),
+        ("packing=maybe", "give true or false, such as packing=false"),
+        ("export.tp=x", "give a list of whole numbers"),
+    ],
+)
+def test_the_way_out(token: str, fix: str) -> None:
+    for name in ("bin.jsonl", "train.jsonl"):
+        Path(name).touch()
+    Path("model").mkdir()
+    ((_, given),) = problems(None, token).values()
+    assert given.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "fix"),
+    [
+        ("rows.jsonl", "no recipe, another file", "dataset=rows.jsonl"),
+        ("notes.md", "no recipe, another file", "a recipe is a .yaml file"),
+        ("folder", "a directory without a resolved.yaml", "swiftfp8 config list"),
+        ("mien.yaml", "no such recipe file", "did you mean mine.yaml?"),
+    ],
+)
+def test_what_is_no_recipe(name: str, what: str, fix: str) -> None:
+    for file in ("rows.jsonl", "notes.md", "mine.yaml"):
+        Path(file).touch()
+    Path("folder").mkdir()
+    with pytest.raises(SwiftFP8Error) as caught:
+        compose_config(name)
+    assert what in caught.value.what and fix in str(caught.value.fix)
 
 
 @pytest.mark.parametrize(
