@@ -80,22 +80,18 @@ def train(
     from rich.console import Console
 
     from swiftfp8.config.compose import require_inputs
-    from swiftfp8.sweep import member_names, print_runs, run_sweep
+    from swiftfp8.sweep import dry_run_sweep, run_sweep
 
     members = _compose_members(tokens or [])
     for member in members:
         require_inputs(member)
     console = Console()
-    if len(members) > 1 and not dry_run:
-        return run_sweep(members, console)
+    if len(members) > 1:
+        return (dry_run_sweep if dry_run else run_sweep)(members, console)
     from swiftfp8 import pipeline
 
     if dry_run:
-        if len(members) > 1:
-            print_runs(member_names(members), console)
-        for member in members:
-            pipeline.plan(member, None)
-            pipeline.check_rows(member)
+        pipeline.dry_run(members[0], console=console)
         return 0
     result = pipeline.train(members[0])
     return 130 if result.interrupted else 0

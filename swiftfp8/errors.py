@@ -6,7 +6,8 @@ screen of text without a traceback.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class SwiftFP8Error(Exception):
@@ -51,6 +52,17 @@ class RunFailed(SwiftFP8Error):
     """A run that began and could not end well: exit code 1, the run directory is kept."""
 
     exit_code = 1
+
+
+@contextmanager
+def collected(problems: list[SwiftFP8Error]) -> Iterator[None]:
+    """Put the user's mistakes that are raised inside into `problems`, and go on behind it."""
+    try:
+        yield
+    except RunFailed:
+        raise
+    except SwiftFP8Error as error:
+        problems += getattr(error, "problems", (error,))
 
 
 def raise_all(problems: Sequence[SwiftFP8Error]) -> None:

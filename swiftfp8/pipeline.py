@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from swiftfp8.config.compose import Composed
+from swiftfp8.config.compose import Composed, sources_named
 from swiftfp8.config.schema import Config
-from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.errors import SwiftFP8Error, collected, raise_all
 from swiftfp8.hardware import Hardware, parse_hardware, probe
 from swiftfp8.plan import Plan, build_plan
 from swiftfp8.report.plan_table import plan_to_dict, precision_report, print_plan
@@ -52,31 +54,44 @@ def train(
     A trial's throughput leaves `warmup_steps` out, and without `saves` it writes no checkpoint.
     """
     _refuse_several_processes()
+    with sources_named(composed):
+        result = _train(composed, console or Console(), warmup_steps=warmup_steps, saves=saves)
+    from swiftfp8.export.request import exports_after_training
+
+    if exports_after_training(composed.config) and not result.interrupted:
+        _free_memory()
+        with _export_told(result.run_dir):
+            export(ExportRequest(run=str(result.run_dir)), console=console)
+    return result
+
+
+def dry_run(composed: Composed, *, console: Console | None = None) -> Plan:
+    """What `train` would do, printed, and its rows read and checked. Nothing is loaded or made."""
+    console = console or Console()
+    with sources_named(composed):
+        _, made = _prepare(composed.config)
+        print_plan(made, console)
+        _print_lines(console, [_schedule(composed.config)])
+        check_rows(composed, console=console)
+    return made
+
+
+def _train(composed: Composed, console: Console, *, warmup_steps: int, saves: bool) -> TrainResult:
     from transformers import set_seed
 
     from swiftfp8.data.dataset import load_datasets
-    from swiftfp8.export.request import (
-        check_export_after_training,
-        check_export_of_model,
-        exports_after_training,
-    )
     from swiftfp8.inject import inject_precision
     from swiftfp8.models.load import load_model, load_tokenizer
     from swiftfp8.train.arguments import with_tokens_per_step
     from swiftfp8.train.checkpoint import find_resume
-    from swiftfp8.train.metrics import require_reporters
     from swiftfp8.train.run_dir import start_run
     from swiftfp8.train.trainer import run_training
 
-    console = console or Console()
     config = composed.config
+    source, made = _prepare(config)
     resume_from = (
         find_resume(Path(config.resume_from_checkpoint)) if config.resume_from_checkpoint else None
     )
-    check_export_after_training(config)
-    require_reporters(config.report_to)
-    source, made = _plan(config, probe())
-    check_export_of_model(config, source.path)
     print_plan(made, console)
     _set_threads(made)
 
@@ -106,7 +121,7 @@ def train(
             pad_token_id=tokenizer.pad_token_id,
         )
         model = inject_precision(model, made, made.device)
-        result = run_training(
+        return run_training(
             model,
             tokenizer,
             datasets,
@@ -119,19 +134,14 @@ def train(
             saves=saves,
         )
 
-    if exports_after_training(config) and not result.interrupted:
-        del model
-        _free_memory()
-        export(ExportRequest(run=str(result.run_dir)), console=console)
-    return result
-
 
 def plan(
     composed: Composed, hardware: str | None = None, *, console: Console | None = None
 ) -> Plan:
     """What `train` would do here, or on `hardware`, printed. Nothing is loaded."""
     machine = parse_hardware(hardware) if hardware else probe()
-    _, made = _plan(composed.config, machine)
+    with sources_named(composed):
+        _, made = _plan(composed.config, machine)
     print_plan(made, console or Console())
     return made
 
@@ -272,7 +282,8 @@ def bench(
     """Time the job's own steps beside its peers', each in a process of its own."""
     from swiftfp8 import bench as stage
 
-    _, made = _plan(composed.config, probe())
+    with sources_named(composed):
+        _, made = _plan(composed.config, probe())
     console = console or Console()
     print_plan(made, console)
     console.print()
@@ -310,6 +321,45 @@ def _write_export(job: ExportJob, write: Callable[..., ExportReport]) -> ExportR
         return write(base, job.adapter_dir, job.export_dir, job.settings, job.context)
 
 
+def _prepare(config: Config) -> tuple[ModelSource, Plan]:
+    """The model and the plan of a run that nothing known beforehand keeps from ending well.
+
+    Raises:
+        SwiftFP8Error: a checkpoint, an export or a run directory that can't be used, a package that
+            is missing, and what the plan finds: all of them together.
+    """
+    from swiftfp8.export.request import check_export_after_training, check_export_of_model
+    from swiftfp8.models.load import require_attention
+    from swiftfp8.train.metrics import require_reporters
+    from swiftfp8.train.run_place import check_run_directory
+
+    problems: list[SwiftFP8Error] = []
+    with collected(problems):
+        check_run_directory(config)
+    with collected(problems):
+        check_export_after_training(config)
+    with collected(problems):
+        require_reporters(config.report_to)
+    with collected(problems):
+        require_attention(config.attn_implementation)
+    with collected(problems):
+        source, made = _plan(config, probe())
+    raise_all(problems)
+    check_export_of_model(config, source.path)
+    return source, made
+
+
+def _schedule(config: Config) -> str:
+    """How long a run trains, in steps of what size, and how fast it learns."""
+    length = f"{config.max_steps} step(s)" if config.max_steps > 0 else ""
+    length = length or f"{config.num_train_epochs:g} epoch(s) in steps"
+    size = f"{config.per_device_train_batch_size} x {config.gradient_accumulation_steps} rows"
+    if config.train.tokens_per_step:
+        size = f"about {config.train.tokens_per_step} tokens"
+    rate = "auto" if config.learning_rate is None else f"{config.learning_rate:g}"
+    return f"training: {length} of {size}, learning rate {rate} ({config.optim.lr_scheduler_type})"
+
+
 def _plan(config: Config, hardware: Hardware) -> tuple[ModelSource, Plan]:
     from swiftfp8.models.load import load_meta
     from swiftfp8.models.source import resolve_source
@@ -342,15 +392,30 @@ def _refuse_several_processes() -> None:
 @contextmanager
 def _kept_once_begun(run_dir: Path) -> Iterator[None]:
     """Remove a run directory in which nothing was trained yet when an error ends the run."""
+    from swiftfp8.train.checkpoint import newest_checkpoint
     from swiftfp8.train.run_dir import discard_run, release_run
+    from swiftfp8.train.run_place import resume_command
 
     try:
         yield
-    except BaseException:
-        discard_run(run_dir)
+    except BaseException as error:
+        kept = not discard_run(run_dir)
+        if kept and isinstance(error, KeyboardInterrupt) and newest_checkpoint(run_dir):
+            print(f"its last checkpoint goes on with: {resume_command(run_dir)}", file=sys.stderr)
         raise
     finally:
         release_run(run_dir)
+
+
+@contextmanager
+def _export_told(run_dir: Path) -> Iterator[None]:
+    """Say that training is done, and how to get its export, where that fails or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        command = f"swiftfp8 export {shlex.quote(f'run={run_dir}')}"
+        print(f"training is done, its export is not: {command}", file=sys.stderr)
+        raise
 
 
 def _print_lines(console: Console, lines: list[str]) -> None:

@@ -44,6 +44,18 @@ def run_sweep(members: Sequence[Composed], console: Console) -> int:
     return 0 if statuses == {"done"} else 1
 
 
+def dry_run_sweep(members: Sequence[Composed], console: Console) -> int:
+    """Print every member's plan and check its rows; always 0, what is wrong raises."""
+    from swiftfp8 import pipeline
+
+    names = member_names(members)
+    print_runs(names, console)
+    for number, (member, name) in enumerate(zip(members, names, strict=True), 1):
+        console.rule(Text(f"run {number} of {len(members)}: {name}"))
+        pipeline.dry_run(member, console=console)
+    return 0
+
+
 def member_names(members: Sequence[Composed]) -> list[str]:
     """The overrides in which the members differ."""
     shared = set.intersection(*(set(member.overrides) for member in members))

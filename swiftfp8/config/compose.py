@@ -8,7 +8,9 @@ command line alike, start from the current folder.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,20 @@ def require_inputs(composed: Composed) -> None:
         fix = "add dataset=<file, hub id or registered name>"
         problems.append(SwiftFP8Error("no dataset to train on", where=where, fix=fix))
     raise_all(problems)
+
+
+@contextmanager
+def sources_named(composed: Composed) -> Iterator[None]:
+    """Name the file and line, or the token, that set the key which a problem found inside concerns.
+
+    For what is found once a configuration is composed: against the model, rows and hardware.
+    """
+    try:
+        yield
+    except SwiftFP8Error as error:
+        for problem in getattr(error, "problems", (error,)):
+            problem.where = _with_source(problem.where, composed.provenance)
+        raise
 
 
 def config_from_mapping(mapping: Mapping[str, Any], *, where: str | None = None) -> Config:
@@ -273,6 +289,19 @@ def _notes(config: Config, provenance: Mapping[str, str]) -> tuple[str, ...]:
             f"lr_scheduler_type=cosine_with_min_lr has a lowest rate, not {optim.lr_scheduler_type}"
         )
     return tuple(notes)
+
+
+def _with_source(where: str | None, provenance: Mapping[str, str]) -> str | None:
+    """`where`, of keys with or without their values, as the places that set these keys."""
+    places = []
+    for part in (where or "").split(", "):
+        key = re.split("[= ]", part, maxsplit=1)[0]
+        origin = provenance.get(key, SCHEMA_DEFAULT)
+        if origin == SCHEMA_DEFAULT:
+            places.append(part)
+        else:
+            places.append(origin if key in origin else f"{origin} ({part})")
+    return ", ".join(places) or None
 
 
 def _apart(members: list[Composed]) -> list[Composed]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,10 +134,11 @@ def load_model(
                 output_loading_info=True,
             )
         except ImportError as error:
+            flash = attn_implementation == "flash_attention_2"
             raise SwiftFP8Error(
                 f"a package that the model needs is missing: {_first_line(error)}",
-                where=str(source.path),
-                fix="install it, or set attn_implementation=sdpa if it is flash attention",
+                where="attn_implementation=flash_attention_2" if flash else str(source.path),
+                fix=f"install it{', or set attn_implementation=sdpa' * flash}",
             ) from error
         except (OSError, ValueError, KeyError) as error:
             raise SwiftFP8Error(
@@ -150,6 +152,21 @@ def load_model(
     hf_config.use_cache = False
     hf_config.get_text_config().use_cache = False
     return model
+
+
+def require_attention(attn_implementation: str) -> None:
+    """Find out before anything is loaded that an implementation of attention can't be had.
+
+    Raises:
+        SwiftFP8Error: it needs a package that is not installed.
+    """
+    packages = ("flash_attn", "kernels")  # transformers takes a kernel of the hub by the latter
+    if attn_implementation == "flash_attention_2" and not any(map(find_spec, packages)):
+        raise SwiftFP8Error(
+            "flash attention 2 is not installed",
+            where="attn_implementation=flash_attention_2",
+            fix="pip install flash-attn, or set attn_implementation=sdpa",
+        )
 
 
 def read_hf_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig:

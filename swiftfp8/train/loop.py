@@ -31,7 +31,7 @@ from swiftfp8.train.metrics import Meter, Progress, RunLog
 from swiftfp8.train.objectives import Objective, Sums, finish, merge
 from swiftfp8.train.optimizers import ExactAdafactor, Lion, MuonAdamW, parameter_groups
 from swiftfp8.train.progress import Display
-from swiftfp8.train.run_dir import resume_command
+from swiftfp8.train.run_place import resume_command
 from swiftfp8.train.signals import StopRequest, ignore_interrupts
 from swiftfp8.train.weights import load_weights, save_weights, write_task_file
 

@@ -1,12 +1,7 @@
-"""The run directory: one folder that holds all a run was told, did and produced.
-
-A run takes an exclusive lock on `<run>/.lock` (held by the process, so a killed one frees it) and
-never mixes with another: a folder that is in use, finished, or not ours is refused.
-"""
+"""The run directory: one folder that holds all a run was told, did and produced."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -22,11 +17,10 @@ from typing import Any
 
 import swiftfp8
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.train.checkpoint import clean_leftovers, find_resume, newest_checkpoint
+from swiftfp8.train.checkpoint import clean_leftovers, newest_checkpoint
+from swiftfp8.train.run_place import choose_directory, empty_run, release_lock
 
-RESULT_FILE = "result.json"
 RECORDS = "sessions"
-_LOCK_FILE = ".lock"
 _SECRET = re.compile(r"token|secret|password|passwd|api_?key|credential", re.IGNORECASE)
 _PACKAGES = (
     "torch",
@@ -37,7 +31,6 @@ _PACKAGES = (
     "datasets",
     "numpy",
 )
-_held: dict[Path, int] = {}  # locks of this process, by directory
 _told: dict[Path, dict[str, str]] = {}  # files yet to be written, by directory
 
 
@@ -64,15 +57,17 @@ def start_run(
         SwiftFP8Error: the directory is in use, finished, or holds something else.
     """
     config = getattr(composed, "config", composed)
-    run_dir = _choose_directory(config, source_name, now or datetime.now())
+    run_dir = choose_directory(config, source_name, now or datetime.now())
     clean_leftovers(run_dir)
     overrides: Sequence[str] = getattr(composed, "overrides", ())
     # The only import of the configuration's code below it: YAML is its business, not ours.
+    from swiftfp8.config.absolute import with_absolute_paths
     from swiftfp8.config.compose import to_yaml
 
     # A resume is how a session began, not what the run is.
+    told_config = replace(with_absolute_paths(config), resume_from_checkpoint=None)
     told = {
-        "resolved.yaml": to_yaml(replace(config, resume_from_checkpoint=None)),
+        "resolved.yaml": to_yaml(told_config),
         "overrides.txt": "".join(f"{line}\n" for line in overrides),
         "environment.json": to_json(describe_environment(config.seed)),
     }
@@ -132,9 +127,7 @@ def _keep_records(run_dir: Path, names: Iterable[str]) -> None:
 def release_run(run_dir: Path) -> None:
     """Give up this process's lock on `run_dir`; no error where it holds none."""
     _told.pop(run_dir.resolve(), None)
-    descriptor = _held.pop(run_dir.resolve(), None)
-    if descriptor is not None:
-        os.close(descriptor)
+    release_lock(run_dir)
 
 
 def discard_run(run_dir: Path) -> bool:
@@ -147,18 +140,11 @@ def discard_run(run_dir: Path) -> bool:
     if newest_checkpoint(run_dir) is not None or (run_dir / "logging.jsonl").exists():
         return False
     release_run(run_dir)
-    _empty_run(run_dir, keep_lock=False)
+    empty_run(run_dir, keep_lock=False)
     if any(run_dir.iterdir()):
         return False
     run_dir.rmdir()
     return True
-
-
-def resume_command(run_dir: Path, checkpoint: Path | None = None) -> str:
-    """The shell command that goes on with the run, from `checkpoint` or from its newest one."""
-    config = shlex.quote(f"config={run_dir / 'resolved.yaml'}")
-    start = shlex.quote(f"resume_from_checkpoint={checkpoint or run_dir}")
-    return f"swiftfp8 train {config} {start}"
 
 
 def describe_environment(seed: int) -> dict[str, Any]:
@@ -208,110 +194,6 @@ def to_json(value: Any) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, whole or not at all."""
     write_text(path, to_json(value))
-
-
-def _choose_directory(config: Any, source_name: str, now: datetime) -> Path:
-    parent = Path(config.output_dir)
-    if config.resume_from_checkpoint:
-        run_dir = find_resume(Path(config.resume_from_checkpoint)).parent
-        if (run_dir / "resolved.yaml").is_file():  # else: a checkpoint copied out of its run
-            _lock(run_dir)
-            return run_dir
-    if config.run_name and (config.run_name == ".." or "/" in config.run_name):
-        raise SwiftFP8Error(
-            f"run_name '{config.run_name}' is no plain name",
-            where="run_name",
-            fix="name the run without / and set output_dir to its parent",
-        )
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        if config.run_name:
-            return _named_directory(parent / config.run_name)
-        return _stamped_directory(parent, f"{_slug(source_name)}-{config.task}-{now:%Y%m%d-%H%M%S}")
-    except OSError as error:
-        raise SwiftFP8Error(
-            f"cannot create a run directory: {error.strerror or error}",
-            where=str(parent.absolute()),
-            fix="set output_dir to a folder that can be written",
-        ) from error
-
-
-def _stamped_directory(parent: Path, name: str) -> Path:
-    """Make `name`, or `name-2`, `name-3`, ... where another run began in the same second."""
-    number = 1
-    while True:
-        run_dir = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            run_dir.mkdir()
-        except FileExistsError:
-            number += 1
-            continue
-        _lock(run_dir)
-        return run_dir
-
-
-def _named_directory(run_dir: Path) -> Path:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise SwiftFP8Error(
-            "run_name is the name of a file", where=str(run_dir), fix="choose another run_name"
-        ) from error
-    entries = {entry.name for entry in run_dir.iterdir()} - {_LOCK_FILE}
-    if entries and "resolved.yaml" not in entries:
-        raise SwiftFP8Error(
-            "the run directory holds files of something else",
-            where=str(run_dir),
-            fix="choose another run_name or output_dir",
-        )
-    _lock(run_dir)
-    if (run_dir / RESULT_FILE).exists() or newest_checkpoint(run_dir) is not None:
-        state = "finished" if (run_dir / RESULT_FILE).exists() else "unfinished"
-        release_run(run_dir)
-        raise SwiftFP8Error(
-            f"the run directory holds {'a' if state == 'finished' else 'an'} {state} run",
-            where=str(run_dir),
-            fix=f"choose another run_name, or go on with it: {resume_command(run_dir)}",
-        )
-    _empty_run(run_dir, keep_lock=True)  # a run that died before its first checkpoint
-    return run_dir
-
-
-def _empty_run(run_dir: Path, *, keep_lock: bool) -> None:
-    """Remove the files that a run writes before its first checkpoint, and no others."""
-    clean_leftovers(run_dir)
-    names = ["resolved.yaml", "overrides.txt", "environment.json", "plan.json"]
-    names += ["precision_report.json", "logging.jsonl"] + ([] if keep_lock else [_LOCK_FILE])
-    for name in names:
-        (run_dir / name).unlink(missing_ok=True)
-
-
-def _lock(run_dir: Path) -> None:
-    key = run_dir.resolve()
-    if key in _held:  # this process began it: a second start is a second run in one directory
-        raise _in_use(run_dir, str(os.getpid()))
-    descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.read(descriptor, 32).decode(errors="replace").strip()
-        os.close(descriptor)
-        raise _in_use(run_dir, holder) from error
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
-    _held[key] = descriptor
-
-
-def _in_use(run_dir: Path, holder: str) -> SwiftFP8Error:
-    return SwiftFP8Error(
-        f"the run directory is in use by process {holder or 'unknown'}",
-        where=str(run_dir),
-        fix="wait for it to end, or choose another run_name",
-    )
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^\w.\-]+", "-", name).strip("-.") or "model"
 
 
 def _version(package: str) -> str | None:

@@ -16,6 +16,7 @@ import transformers
 from rich.console import Console
 
 from swiftfp8 import inject
+from swiftfp8.config.absolute import with_absolute_paths
 from swiftfp8.config.schema import Config
 from swiftfp8.errors import RunFailed, SwiftFP8Error
 from swiftfp8.plan import Plan
@@ -41,13 +42,8 @@ from swiftfp8.train.metrics import (
 from swiftfp8.train.objectives import build_objective
 from swiftfp8.train.progress import Display, open_display
 from swiftfp8.train.reference import add_reference
-from swiftfp8.train.run_dir import (
-    RECORDS,
-    RESULT_FILE,
-    confirm_run,
-    resume_command,
-    write_json,
-)
+from swiftfp8.train.run_dir import RECORDS, confirm_run, write_json
+from swiftfp8.train.run_place import RESULT_FILE, resume_command
 from swiftfp8.train.separation import require_separate_rows
 from swiftfp8.train.signals import StopRequest
 from swiftfp8.train.weights import check_fingerprint, fingerprint
@@ -116,7 +112,7 @@ def run_training(
             "the training data set is empty", where="dataset", fix="give it at least one row"
         )
     mark = fingerprint(plan, model, config.optim.name)
-    job = describe_job(config, plan)
+    job = describe_job(with_absolute_paths(config), plan)
     start = _StartPoint.find(resume_from, run_dir, mark, job)
     total = count_steps(rows, config, int(os.environ.get("WORLD_SIZE", "1")))
     if plan.recipe is not None and plan.start_step >= total:

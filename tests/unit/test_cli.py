@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return stand_in
 
     result = SimpleNamespace(run_dir=Path("run"), last_loss=1.5, eval_loss=None, interrupted=False)
-    for name in ("train", "plan", "check_rows", "export", "merge", "infer"):
+    for name in ("train", "plan", "dry_run", "export", "merge", "infer"):
         monkeypatch.setattr(pipeline, name, noting(name, result))
     monkeypatch.setattr(pipeline, "doctor", noting("doctor", 3))
     return noted
@@ -73,7 +73,14 @@ def test_one_of_several_processes_begins_no_run(
 
 def test_dry_run_plans_and_stops(calls: list[tuple[Any, ...]]) -> None:
     assert call("train", "config=quickstart", "--dry-run").exit_code == 0
-    assert [name for name, *_ in calls] == ["plan", "check_rows"]
+    assert [name for name, *_ in calls] == ["dry_run"]
+
+
+def test_a_dry_run_of_a_sweep_heads_each_plan(calls: list[tuple[Any, ...]]) -> None:
+    result = call("train", "config=quickstart", "learning_rate=1e-4,2e-4", "--dry-run")
+    assert [composed.config.learning_rate for _, composed in calls] == [1e-4, 2e-4]
+    assert "run 1 of 2: learning_rate=0.0001" in result.stdout
+    assert "run 2 of 2: learning_rate=0.0002" in result.stdout
 
 
 def test_plan_takes_hardware(calls: list[tuple[Any, ...]]) -> None:

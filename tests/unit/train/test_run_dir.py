@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from train_kit import make_config
 
+from swiftfp8.config.compose import read_resolved
 from swiftfp8.errors import RunFailed, SwiftFP8Error
 from swiftfp8.train.checkpoint import write_checkpoint
 from swiftfp8.train.run_dir import (
@@ -19,9 +20,9 @@ from swiftfp8.train.run_dir import (
     describe_environment,
     discard_run,
     release_run,
-    resume_command,
     start_run,
 )
+from swiftfp8.train.run_place import check_run_directory, resume_command
 
 NOW = datetime(2024, 5, 6, 7, 8, 9)
 
@@ -75,9 +76,9 @@ def test_a_run_in_use_is_refused_even_from_another_process(tmp_path):
         import sys
         from pathlib import Path
         from swiftfp8.errors import SwiftFP8Error
-        from swiftfp8.train import run_dir
+        from swiftfp8.train import run_place
         try:
-            run_dir._lock(Path({str(run_dir)!r}))
+            run_place._lock(Path({str(run_dir)!r}))
         except SwiftFP8Error as error:
             print(error)
             sys.exit(error.exit_code)
@@ -114,6 +115,41 @@ def test_a_run_stays_in_its_output_directory(tmp_path, name):
     with pytest.raises(SwiftFP8Error, match="no plain name"):
         start_run(config, "tiny")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_would_be_refused_is_known_before_anything_is_made(tmp_path):
+    config = make_config(output_dir=str(tmp_path / "output"), run_name="r")
+    check_run_directory(config)
+    assert list(tmp_path.iterdir()) == []
+    run_dir = start_run(config, "m")
+    with pytest.raises(SwiftFP8Error, match="in use by process"):
+        check_run_directory(config)
+    release_run(run_dir)
+    check_run_directory(config)  # it died before its first checkpoint
+    save(run_dir, 1)
+    with pytest.raises(SwiftFP8Error, match="an unfinished run"):
+        check_run_directory(config)
+    (run_dir / "result.json").touch()
+    with pytest.raises(SwiftFP8Error, match="a finished run") as caught:
+        check_run_directory(config)
+    assert f"swiftfp8 export run={run_dir}" in caught.value.fix
+    assert "with a larger max_steps=" in caught.value.fix
+    with pytest.raises(SwiftFP8Error, match="cannot create a run directory"):
+        check_run_directory(make_config(output_dir=str(run_dir / "resolved.yaml" / "below")))
+
+
+def test_the_resolved_yaml_means_the_same_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows#1.jsonl").touch()
+    (tmp_path / "base").mkdir()
+    config = make_config(
+        model="base", dataset=["rows#1.jsonl#5", "quickstart#3", "owner/name"], run_name="r"
+    )
+    run_dir = start_run(config, "m").absolute()
+    monkeypatch.chdir("/")
+    told = read_resolved(run_dir)
+    assert told.model == str(tmp_path / "base") and told.output_dir == str(run_dir.parent)
+    assert told.dataset == (f"{tmp_path}/rows#1.jsonl#5", "quickstart#3", "owner/name")
 
 
 def test_a_run_that_died_before_its_first_checkpoint_may_begin_again(tmp_path):

@@ -1,0 +1,82 @@
+"""What the pipeline finds out before it loads anything, and what it says of a run that ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swiftfp8 import pipeline
+from swiftfp8.config.compose import compose_config
+from swiftfp8.errors import RunFailed, SwiftFP8Errors
+from swiftfp8.models import load
+from swiftfp8.train.checkpoint import write_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("stage", [pipeline.train, pipeline.dry_run])
+def test_all_that_is_in_the_way_is_told_at_once_with_its_source(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: Any
+) -> None:
+    monkeypatch.setattr(load, "find_spec", lambda name: None)
+    (folder / "out" / "taken").mkdir(parents=True)
+    (folder / "out" / "taken" / "thesis.tex").touch()
+    Path("mine.yaml").write_text(
+        "defaults: [quickstart, _self_]\ntuner: full\nprecision:\n  head: fp8\n"
+        "output_dir: out\nrun_name: taken\n"
+    )
+    tokens = ["train.early_stopping_patience=2", "attn_implementation=flash_attention_2"]
+    composed = compose_config("mine", [*tokens, "val_dataset=[]", "report_to=comet"])
+    with pytest.raises(SwiftFP8Errors) as caught:
+        stage(composed)
+    places = {problem.what.partition(" ")[0]: problem.where for problem in caught.value.problems}
+    assert places == {
+        "the": "out/taken",
+        "report_to": "command line, report_to=comet",
+        "flash": "command line, attn_implementation=flash_attention_2",
+        "an": "mine.yaml:4 (precision.head=fp8)",
+        "early": "command line, train.early_stopping_patience=2",
+    }
+    assert sorted(path.name for path in folder.rglob("*")) == [
+        "mine.yaml",
+        "out",
+        "taken",
+        "thesis.tex",
+    ]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RunFailed("no room")])
+def test_an_export_that_does_not_end_well_leaves_the_command_that_makes_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    result = SimpleNamespace(run_dir=Path("output/r"), interrupted=False)
+    monkeypatch.setattr(pipeline, "_train", lambda *_, **__: result)
+    monkeypatch.setattr(pipeline, "export", fail)
+    with pytest.raises(type(error)):
+        pipeline.train(compose_config("quickstart", ["export_quantization_bit=8"]))
+    said = capsys.readouterr().err
+    assert said == "training is done, its export is not: swiftfp8 export run=output/r\n"
+
+
+def test_a_second_ctrl_c_leaves_the_command_that_resumes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> str:
+        with pytest.raises(KeyboardInterrupt), pipeline._kept_once_begun(folder):
+            raise KeyboardInterrupt
+        return capsys.readouterr().err
+
+    (folder / "logging.jsonl").touch()
+    assert interrupted() == ""
+    write_checkpoint(folder, 5, lambda part: (part / "x").touch(), {})
+    assert f"resume_from_checkpoint={folder}" in interrupted()
