@@ -10,7 +10,7 @@ import pytest
 
 from swiftfp8 import pipeline
 from swiftfp8.config.compose import compose_config
-from swiftfp8.errors import RunFailed, SwiftFP8Errors
+from swiftfp8.errors import RunFailed, SwiftFP8Error, SwiftFP8Errors
 from swiftfp8.models import load
 from swiftfp8.train.checkpoint import write_checkpoint
 
@@ -22,25 +22,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("stage", [pipeline.train, pipeline.dry_run])
-def test_all_that_is_in_the_way_is_told_at_once_with_its_source(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: Any
-) -> None:
-    monkeypatch.setattr(load, "find_spec", lambda name: None)
+def test_all_that_is_in_the_way_is_told_at_once_with_its_source(folder: Path, stage: Any) -> None:
     (folder / "out" / "taken").mkdir(parents=True)
     (folder / "out" / "taken" / "thesis.tex").touch()
     Path("mine.yaml").write_text(
         "defaults: [quickstart, _self_]\ntuner: full\nprecision:\n  head: fp8\n"
         "output_dir: out\nrun_name: taken\n"
     )
-    tokens = ["train.early_stopping_patience=2", "attn_implementation=flash_attention_2"]
-    composed = compose_config("mine", [*tokens, "val_dataset=[]", "report_to=comet"])
+    tokens = ["train.early_stopping_patience=2", "val_dataset=[]", "report_to=comet"]
+    composed = compose_config("mine", tokens)
     with pytest.raises(SwiftFP8Errors) as caught:
         stage(composed)
     places = {problem.what.partition(" ")[0]: problem.where for problem in caught.value.problems}
     assert places == {
         "the": "out/taken",
         "report_to": "command line, report_to=comet",
-        "flash": "command line, attn_implementation=flash_attention_2",
         "an": "mine.yaml:4 (precision.head=fp8)",
         "early": "command line, train.early_stopping_patience=2",
     }
@@ -50,6 +46,16 @@ def test_all_that_is_in_the_way_is_told_at_once_with_its_source(
         "taken",
         "thesis.tex",
     ]
+
+
+def test_flash_attention_that_is_not_installed_is_told_by_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load, "find_spec", lambda name: None)
+    load.require_attention("sdpa")
+    with pytest.raises(SwiftFP8Error) as caught:
+        load.require_attention("flash_attention_2")
+    assert caught.value.where == "attn_implementation=flash_attention_2"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RunFailed("no room")])
