@@ -37,10 +37,11 @@ _PAIRS_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Text of neighbouring tokens that all have a loss, or all have none."""
+    """Text of neighbouring tokens that all have a loss, of one weight, or all have none."""
 
     text: str
     trained: bool
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,14 +193,15 @@ def _show(
     for k in range(count):
         example = examples[k * len(examples) // count]
         pairs, _ = tokenize([example])
-        for ids, labels, *_ in pairs:
+        for pair in pairs:
+            ids, labels = pair[:2]
             cut = max(0, len(ids) - config.max_length)
-            first = (ids[: config.max_length], labels[: config.max_length])
+            first = tuple(column[: config.max_length] for column in pair)
             if config.data.truncation == "left":
                 bos = tokenizer.bos_token_id
-                fitted = fit_rows([(ids, labels)], config.max_length, "left", bos=bos)
+                fitted = fit_rows([pair], config.max_length, "left", bos=bos)
                 first = next(iter(fitted.pairs), first)
-            runs = _runs(*first, tokenizer)
+            runs = _runs(first, tokenizer)
             shown.append(
                 ShownRow(
                     where=example.where,
@@ -212,16 +214,18 @@ def _show(
     return shown
 
 
-def _runs(ids: np.ndarray, labels: np.ndarray, tokenizer: Any) -> list[Run]:
-    trained = labels != MASKED
-    edges = np.flatnonzero(np.diff(trained)) + 1
+def _runs(pair: Pair, tokenizer: Any) -> list[Run]:
+    ids, labels, *weights = pair
+    weighed = np.where(labels != MASKED, *(weights or [1.0]), 0.0)
+    edges = np.flatnonzero(np.diff(weighed)) + 1
     starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(ids)]
     return [
         Run(
             text=tokenizer.decode(
                 ids[a:b].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
             ),
-            trained=bool(trained[a]),
+            trained=bool(labels[a] != MASKED),
+            weight=float(weighed[a]),
         )
         for a, b in zip(starts, ends, strict=True)
     ]

@@ -1,7 +1,8 @@
 """Prints an inspection of data: what was found, a histogram of lengths, rows with their masks.
 
 On a terminal trained text is bold and green, and masked text dim. Elsewhere trained text stands
-between ⟦ and ⟧ (or [[ and ]] where the output has no such characters).
+between ⟦ and ⟧ (or [[ and ]] where the output has no such characters). Text of another weight than
+1 begins with it: x0.5.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def _print_row(row: ShownRow, console: Console) -> None:
     before, after = ("⟦", "⟧") if _unicode(console) else ("[[", "]]")
     for run in row.runs:
         said = _short(run.text)
+        if run.trained and run.weight != 1:
+            said = f"x{run.weight:g} {said}"
         if console.is_terminal:
             text.append(said, style="bold green" if run.trained else "dim")
         else:

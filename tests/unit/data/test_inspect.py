@@ -129,3 +129,13 @@ def test_rows_of_other_tasks_are_shown_too(tokenizer, tmp_path, task, row, seque
     assert len(found.train.lengths) == sequences * len(rows)
     trained = [run.text for run in found.train.shown[0].runs if run.trained]
     assert trained[0].startswith(shown)
+
+
+def test_weights_stand_before_the_text_that_has_them(tokenizer, write):
+    row = {"instruction": "q", "output": "<think>why</think>because"}
+    data = {"loss_weights": {"reasoning": 0.5}}
+    found = inspect(tokenizer, dataset=write("a.jsonl", [row]), data=data)
+    runs = [(run.text, run.weight) for run in found.train.shown[0].runs if run.trained]
+    assert runs == [("<think>why</think>", 0.5), ("because<|im_end|>", 1.0)]
+    assert "⟦x0.5 <think>why</think>⟧⟦because<|im_end|>⟧" in printed(found)
+    assert "[[x0.5 <think>why</think>]]" in printed(found, encoding="ascii")
