@@ -323,13 +323,15 @@ class ExportConfig:
     """`fp8` measures scales for keys and values on `calibration_dataset`, and engines then keep
     their cache in FP8 by them (`compressed_tensors`, for vLLM and SGLang)."""
     max_ppl_ratio: Annotated[Real, Field(gt=0.0)] | None = None
-    """Largest perplexity, as a multiple of the BF16 merge's; left out, by the model's size."""
+    """Largest perplexity, as a multiple of the BF16 merge's, and one over the smallest; left out,
+    by the model's size."""
     max_kl: NonNegativeFloat | None = None
     """Largest mean KL divergence per token (nats); left out, by the model's size."""
     min_top1: Fraction | None = None
     """Smallest share of tokens with the same likeliest token; left out, by the model's size."""
     max_loss_increase: NonNegativeFloat = 0.005
-    """By which share the loss on the run's own rows may rise from un-merged adapter to export."""
+    """By which share the loss on the run's own rows may rise or fall from un-merged adapter to
+    export."""
     smoke: Smoke = "auto"
     """Run the export in vLLM, in a fresh process, and compare log-probabilities: where there is a
     vLLM (`auto`), always, or else fail (`require`), or never."""

@@ -190,6 +190,7 @@ def export_checkpoint(
                 *format_warnings(layout.format, static=layout.input_amax is not None),
                 *warnings,
                 *judgement.warnings,
+                *judgement.advice,
             ),
             reused=journal.reused,
             kv_scales=kv_scales(layout.kv_amax),

@@ -1,7 +1,7 @@
 """How close an export keeps to its BF16 merge, in three figures; and the text they are taken on.
 
 For every position of held-out text, p from the merged model, q from the export:
-    perplexity ratio = exp(mean(-log q(next)) - mean(-log p(next)))
+    perplexity ratio = exp(mean(d)), d = -log q(next) + log p(next); its standard error by d's
     token KL         = mean(sum_v p(v) (log p(v) - log q(v)))
     top-1 agreement  = share of positions where both prefer the same token
 """
@@ -36,6 +36,7 @@ class Fidelity:
     perplexity_ratio: float
     token_kl: float
     top1_agreement: float
+    ratio_error: float = 0.0
 
 
 def read_texts(files: Sequence[Path]) -> list[str]:
@@ -84,8 +85,10 @@ def text_windows(
 
 
 def compare_logits(merged_TV: Tensor, export_TV: Tensor, window_T: Tensor) -> Tensor:
-    """Sums over the predicted positions: -log p, -log q, KL(p || q), agreement."""
-    sums = torch.zeros(4, dtype=torch.float64)
+    """Sums over the predicted positions: -log p, -log q, their squared difference, KL(p || q),
+    agreement.
+    """
+    sums = torch.zeros(5, dtype=torch.float64)
     targets = window_T[1:].to(export_TV.device)
     for start in range(0, len(targets), 64):
         part = slice(start, min(start + 64, len(targets)))
@@ -94,10 +97,12 @@ def compare_logits(merged_TV: Tensor, export_TV: Tensor, window_T: Tensor) -> Te
         wanted = targets[part][:, None]
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
         same = log_p.argmax(-1) == log_q.argmax(-1)
+        log_p_next, log_q_next = log_p.gather(1, wanted), log_q.gather(1, wanted)
         sums += torch.stack(
             [
-                -log_p.gather(1, wanted).sum(dtype=torch.float64),
-                -log_q.gather(1, wanted).sum(dtype=torch.float64),
+                -log_p_next.sum(dtype=torch.float64),
+                -log_q_next.sum(dtype=torch.float64),
+                (log_p_next - log_q_next).square().sum(dtype=torch.float64),
                 kl.sum(dtype=torch.float64),
                 same.sum(dtype=torch.float64),
             ]
@@ -107,13 +112,16 @@ def compare_logits(merged_TV: Tensor, export_TV: Tensor, window_T: Tensor) -> Te
 
 def summarize(sums: Tensor, count: int, text: str = "") -> Fidelity:
     """The figures of `count` predictions from their sums (`compare_logits`)."""
-    nll_merged, nll_export, kl, same = (sums / count).tolist()
+    nll_merged, nll_export, squared, kl, same = (sums / count).tolist()
+    change = nll_export - nll_merged
+    variance = max(squared - change**2, 0.0)
     return Fidelity(
         text=text,
         tokens=count,
         perplexity_merged=math.exp(nll_merged),
         perplexity_export=math.exp(nll_export),
-        perplexity_ratio=math.exp(nll_export - nll_merged),
+        perplexity_ratio=math.exp(change),
+        ratio_error=math.exp(change) * math.sqrt(variance / count),
         token_kl=kl,
         top1_agreement=same,
     )

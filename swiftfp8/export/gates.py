@@ -3,6 +3,10 @@
 Rounding to FP8 costs a small model more than a large one. The limits that hold where the user sets
 none go by the number of parameters: those of `_SMALL` up to 1B, those of `_LARGE` from 7B on, and
 between the two they move in proportion to the logarithm of the size.
+
+Perplexity and loss have the same limit in both directions: an export that is far better on some
+text than what was trained is no copy of it either. Few tokens tell little, so a loss, and a fall
+of the perplexity, count where they are over the limit by more than their standard error.
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ _LARGE_SIZE, _LARGE = 7e9, Limits(ppl_ratio=1.01, kl=0.01, top1=0.97)
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One figure against its limit, which it must not exceed, or (`at_least`) not fall below."""
+    """One figure against its limit, which it must not exceed, or (`at_least`) not fall below.
+
+    With a `floor` it must lie between the two.
+    """
 
     figure: str
     value: float
@@ -38,11 +45,15 @@ class Verdict:
     passed: bool
     at_least: bool = False
     percent: bool = False
+    floor: float | None = None
 
     def __str__(self) -> str:
-        bound = "at least" if self.at_least else "at most"
+        limit = self._shown(self.limit)
+        bound = f"at least {limit}" if self.at_least else f"at most {limit}"
+        if self.floor is not None:
+            bound = f"{self._shown(self.floor)} to {limit}"
         word = "passed" if self.passed else "MISSED"
-        return f"{self._shown(self.value)} ({bound} {self._shown(self.limit)}): {word}"
+        return f"{self._shown(self.value)} ({bound}): {word}"
 
     def _shown(self, value: float) -> str:
         return f"{value:.2%}" if self.percent else f"{value:.4f}".rstrip("0").rstrip(".")
@@ -68,11 +79,16 @@ def judge_fidelity(
 ) -> tuple[Verdict, ...]:
     """Each figure against the user's limit, or the one for the model's size."""
     usual = limits_for(parameters)
+    most = _or(settings.max_ppl_ratio, usual.ppl_ratio)
+    least = 1 / max(most, 1.0)
+    ratio = fidelity.perplexity_ratio
     return (
-        at_most(
-            "perplexity ratio",
-            fidelity.perplexity_ratio,
-            _or(settings.max_ppl_ratio, usual.ppl_ratio),
+        Verdict(
+            figure="perplexity ratio",
+            value=ratio,
+            limit=most,
+            floor=least,
+            passed=ratio <= most and ratio + fidelity.ratio_error >= least,
         ),
         at_most("token KL", fidelity.token_kl, _or(settings.max_kl, usual.kl)),
         _at_least_percent(
@@ -82,17 +98,14 @@ def judge_fidelity(
 
 
 def judge_loss(loss: TaskLoss, settings: ExportConfig) -> Verdict:
-    """By how much the loss on the training task may rise through merging and export.
-
-    Few tokens tell little: a rise counts as one where it is over the limit by more than its
-    standard error.
-    """
+    """By how much the loss on the training task may change through merging and export."""
     limit = settings.max_loss_increase
     return Verdict(
         figure=f"{loss.kind} loss",
         value=loss.increase,
         limit=limit,
-        passed=loss.increase - loss.error <= limit,
+        floor=-limit,
+        passed=-limit - loss.error <= loss.increase <= limit + loss.error,
         percent=True,
     )
 

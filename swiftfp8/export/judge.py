@@ -62,6 +62,8 @@ class Evidence:
 class TaskLoss:
     """Mean loss over the labels of `rows` rows, before merging (`trained`) and of the export.
 
+    Both are computed in `arithmetic`, and not in the precision that the run evaluated in.
+
     `error` is the standard error of their difference, as a share of `trained`: how far so few
     tokens can be trusted.
     """
@@ -73,6 +75,7 @@ class TaskLoss:
     trained: float
     export: float
     error: float
+    arithmetic: str = "float32"
 
     @property
     def increase(self) -> float:
@@ -137,7 +140,13 @@ def compare_models(
         fidelity = _fidelity(model, windows, stored, evidence.windows_from) if windows else None
         loss = None
         if trained is not None and len(trained):
-            loss = _task_loss(trained, token_losses(model, rows), evidence, adapter is not None)
+            loss = _task_loss(
+                trained,
+                token_losses(model, rows),
+                evidence,
+                adapter=adapter is not None,
+                arithmetic=str(dtype).removeprefix("torch."),
+            )
         if evidence.activation_group is not None:
             round_inputs(model, layout, evidence.activation_group)
         exact, rounded = _prompt_logp(model, evidence.prompts)
@@ -159,7 +168,9 @@ def token_losses(model: Any, rows: Sequence[Row]) -> Tensor:
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
-def _task_loss(trained: Tensor, export: Tensor, evidence: Evidence, adapter: bool) -> TaskLoss:
+def _task_loss(
+    trained: Tensor, export: Tensor, evidence: Evidence, *, adapter: bool, arithmetic: str
+) -> TaskLoss:
     count, before = len(trained), float(trained.mean())
     spread = float((export - trained).std()) if count > 1 else 0.0
     return TaskLoss(
@@ -170,6 +181,7 @@ def _task_loss(trained: Tensor, export: Tensor, evidence: Evidence, adapter: boo
         trained=before,
         export=float(export.mean()),
         error=spread / math.sqrt(count) / before if before else 0.0,
+        arithmetic=arithmetic,
     )
 
 
@@ -239,7 +251,7 @@ def _trained_model(source: Source, adapter_dir: Path, dtype: torch.dtype, device
 def _fidelity(
     model: Any, windows: Sequence[Tensor], stored: Sequence[Tensor], text: str
 ) -> Fidelity:
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums = torch.zeros(5, dtype=torch.float64)
     for window_T, merged_TV in zip(windows, stored, strict=True):
         logits_TV = _logits(model, window_T)
         sums += compare_logits(merged_TV.to(logits_TV.device), logits_TV, window_T)

@@ -56,13 +56,14 @@ class Judges:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Figures, verdicts, and what was not checked, each with its reason."""
+    """Figures, verdicts, and what was not checked, each with its reason; `advice` is what to do."""
 
     fidelity: Fidelity | None = None
     loss: TaskLoss | None = None
     engine: EngineRun | None = None
     verdicts: tuple[Verdict, ...] = ()
     not_checked: Mapping[str, str] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -117,10 +118,11 @@ def judge(
     Raises:
         RunFailed: a limit is missed and the user wants that to be a failure.
     """
+    unread = (f"not judged by its loss: {judges.rows.missing}",) if judges.rows.unread else ()
     judges = _fitting(source, layout, judges, settings, device)
     evidence = _evidence(source, judges, settings, partial, layout.format)
     if not (evidence.windows or evidence.rows or evidence.prompts):
-        return Judgement(not_checked=judges.missing)
+        return Judgement(not_checked=judges.missing, advice=unread)
     try:
         with console.status("verifying: against the BF16 merge"):
             found = compare_models(source, layout, export_format, evidence, device=device)
@@ -136,9 +138,14 @@ def judge(
         loss=found.loss,
         verdicts=_verdicts(found, source, settings),
         not_checked=judges.missing,
+        advice=unread,
     )
+    adapter = source.checkpoint.adapter is not None
+    if judgement.warnings:
+        fix = f"fix: {_ways(settings, layout.format, adapter)}"
+        judgement = replace(judgement, advice=(*unread, fix))
     if settings.fidelity == "fail":
-        _require_passed(judgement, settings)
+        _require_passed(judgement, settings, layout.format, adapter)
     if judges.engine is None:
         return judgement
     with console.status(f"verifying: in vLLM {judges.engine.version}"):
@@ -174,7 +181,8 @@ def _rows(read: Callable[[], RunRows] | None, *, must: bool) -> RunRows:
     except SwiftFP8Error as error:
         if must:
             raise
-        return RunRows(missing=f"the run's rows can't be read ({error.what})")
+        place = f": {error.where}" if error.where else ""
+        return RunRows(missing=f"the run's rows can't be read ({error.what}{place})", unread=True)
 
 
 def _fitting(
@@ -274,22 +282,36 @@ def _verdicts(found: Findings, source: Source, settings: ExportConfig) -> tuple[
     return verdicts
 
 
-def _require_passed(judgement: Judgement, settings: ExportConfig) -> None:
+def _require_passed(
+    judgement: Judgement, settings: ExportConfig, format_name: str, adapter: bool
+) -> None:
     if not judgement.warnings:
         return
     listed = "\n".join(f"  {line}" for line in judgement.warnings)
-    hints = [
-        "leave the worst layers in BF16 (export.exclude)",
-        "set other limits (export.max_kl "
-        "export.min_top1 export.max_ppl_ratio export.max_loss_increase)",
-    ]
-    if not settings.calibrate:
-        hints.insert(0, "choose the rounding on rows (export.calibrate=true)")
     raise RunFailed(
         f"the export strays too far from the BF16 merge and was not kept:\n{listed}",
         where="export.fidelity=fail",
-        fix=f"{', '.join(hints)}, or keep it with export.fidelity=warn",
+        fix=f"{_ways(settings, format_name, adapter)}; or keep it with export.fidelity=warn",
     )
+
+
+def _ways(settings: ExportConfig, format_name: str, adapter: bool) -> str:
+    """What to do about an export that strays from what was trained."""
+    ways = []
+    if adapter:
+        ways.append(
+            "a short training's update is partly smaller than the steps of the merged weights: "
+            "train longer, or take export.format=adapter, which keeps all of it"
+        )
+    if format_name != "bf16":
+        if not settings.calibrate and format_name == "fp8_block":
+            ways.append("choose the rounding on rows (export.calibrate=true)")
+        ways.append("leave the worst layers in BF16 (export.exclude)")
+    limits = ("max_kl", "min_top1", "max_ppl_ratio", "max_loss_increase")
+    if format_name == "bf16":
+        limits = limits[-1:]
+    ways.append(f"set other limits ({' '.join(f'export.{name}' for name in limits)})")
+    return "; or ".join(ways)
 
 
 def _in_engine(

@@ -155,7 +155,8 @@ class ExportReport:
             rows += [(name, str(verdicts[name])) for name in names]
         if loss := judged.loss:
             name = f"{loss.kind} loss"
-            rows.append((name, f"{loss} on {loss.rows} rows; rise {verdicts[name]}"))
+            text = f"{loss} on {loss.rows} rows, in {loss.arithmetic} (the run's own figures are "
+            rows.append((name, f"{text}in its training precision); change {verdicts[name]}"))
         if e := judged.engine:
             text = (
                 f"{e.engine} on {e.device}, fresh process, {e.tokens} tokens of {e.prompts} prompts"

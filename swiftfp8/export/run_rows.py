@@ -24,11 +24,15 @@ _SAMPLE = 256  # training rows per entry of `dataset`: more than the judges look
 
 @dataclass(frozen=True, kw_only=True)
 class RunRows:
-    """Rows, "evaluation" or "training" ones; where there are none, `missing` says why."""
+    """Rows, "evaluation" or "training" ones; where there are none, `missing` says why.
+
+    `unread`: there are rows, which could not be read.
+    """
 
     rows: Sequence[Row] = ()
     kind: str = "evaluation"
     missing: str | None = None
+    unread: bool = False
 
 
 def read_run_rows(config: Config, model_dir: Path, adapter_dir: Path | None) -> RunRows:

@@ -83,14 +83,19 @@ def require_tp(
 
 
 def tp_text(verdicts: Sequence[TpVerdict]) -> str:
-    """The verdicts in a line: `1, 2 yes; 4 no: ...`."""
+    """The verdicts in a line: `1, 2 yes; 4 no: ...`; of several problems, the first."""
     good = [str(verdict.size) for verdict in verdicts if verdict.fits]
     parts = [f"{', '.join(good)} yes"] if good else []
-    parts += [f"{v.size} no: {', '.join(v.problems)}" for v in verdicts if not v.fits]
+    parts += [f"{v.size} no: {_first(v.problems)}" for v in verdicts if not v.fits]
     unknown = sorted({name for verdict in verdicts for name in verdict.unknown})
     if unknown:
         parts.append(f"not judged: {', '.join(unknown)}")
     return "; ".join(parts)
+
+
+def _first(problems: Sequence[str]) -> str:
+    more = len(problems) - 1
+    return problems[0] + (f" and {more} more in export_report.json" if more else "")
 
 
 def _verdict(

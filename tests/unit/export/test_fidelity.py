@@ -22,6 +22,7 @@ def test_figures_of_two_known_distributions() -> None:
     assert result.perplexity_ratio == pytest.approx(1.0)
     assert result.token_kl == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), rel=1e-6)
     assert result.top1_agreement == 0.0
+    assert result.ratio_error == pytest.approx(math.log(2) / math.sqrt(2))  # log 2, then -log 2
     same = summarize(compare_logits(p, p, torch.tensor([0, 0, 1])), 2)
     assert (same.token_kl, same.top1_agreement) == (0.0, 1.0)
 

@@ -1,6 +1,7 @@
 """Limits go by size or by what the user says, and a figure is held against them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_between_them_limits_move_with_the_logarithm_of_the_size() -> None:
 def test_each_figure_gets_its_verdict() -> None:
     verdicts = judge_fidelity(fidelity(1.031, 0.06, 0.879), 10**8, ExportConfig())
     assert [verdict.passed for verdict in verdicts] == [False, True, False]
-    assert str(verdicts[0]) == "1.031 (at most 1.03): MISSED"
+    assert str(verdicts[0]) == "1.031 (0.9709 to 1.03): MISSED"
     assert str(verdicts[2]) == "87.90% (at least 88.00%): MISSED"
 
 
@@ -68,11 +69,21 @@ def loss(trained: float, export: float, error: float = 0.0) -> TaskLoss:
     )
 
 
-def test_a_loss_may_fall_but_rise_little() -> None:
+def test_a_perplexity_that_falls_far_is_no_copy_either() -> None:
+    for value, error, passed in ((0.8091, 0.05, False), (0.97, 0.0005, False), (0.97, 0.001, True)):
+        figures = replace(fidelity(value), ratio_error=error)
+        assert judge_fidelity(figures, 10**8, ExportConfig())[0].passed == passed
+    loose = ExportConfig(max_ppl_ratio=1.25)
+    assert judge_fidelity(fidelity(0.8091), 10**8, loose)[0].passed
+
+
+def test_a_loss_may_rise_and_fall_but_little() -> None:
     assert judge_loss(loss(2.0, 2.01), ExportConfig()).passed
-    assert judge_loss(loss(2.0, 1.5), ExportConfig()).passed
+    assert judge_loss(loss(2.0, 1.9901), ExportConfig()).passed
+    assert not judge_loss(loss(6.5847, 5.4271, 0.01), ExportConfig()).passed
+    assert judge_loss(loss(2.0, 1.97, 0.0101), ExportConfig()).passed  # -1.5%, or maybe -0.49%
     missed = judge_loss(loss(2.0, 2.011), ExportConfig())
-    assert not missed.passed and str(missed) == "0.55% (at most 0.50%): MISSED"
+    assert not missed.passed and str(missed) == "0.55% (-0.50% to 0.50%): MISSED"
     assert judge_loss(loss(2.0, 2.011), ExportConfig(max_loss_increase=0.01)).passed
     assert not judge_loss(loss(2.0, math.nan), ExportConfig()).passed
     shown = "adapter 2.0000, export 2.0020 (+0.10% ± 0.30%)"

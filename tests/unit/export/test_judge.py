@@ -26,7 +26,6 @@ from swiftfp8.export.judge import (
     token_logp,
     token_losses,
 )
-from swiftfp8.export.judge_stage import call_judges
 from swiftfp8.export.layout import FormatOptions, Layout
 from swiftfp8.export.report import ExportReport
 from swiftfp8.export.run_rows import RunRows
@@ -183,6 +182,7 @@ def test_a_missed_limit_is_a_warning(base: Path, tmp_path: Path) -> None:
     report = export(base, tmp_path / "two", max_kl=0.0, fidelity_dataset=[str(text)])
     assert report.judgement.fidelity and report.judgement.fidelity.text == "t.txt"
     assert any("token KL" in warning and "MISSED" in warning for warning in report.warnings)
+    assert "export.max_kl" in report.warnings[-1] and report.warnings[-1].startswith("fix: ")
     assert (tmp_path / "two" / "config.json").exists()
 
 
@@ -221,12 +221,14 @@ def test_failing_needs_something_to_judge_on(base: Path, tmp_path: Path) -> None
     assert "export.fidelity_dataset" in str(caught.value)
 
     def unreadable() -> RunRows:
-        raise SwiftFP8Error("no such file")
+        raise SwiftFP8Error("no such file", where="val.jsonl")
 
     with pytest.raises(SwiftFP8Error, match="no such file"):
         export(base, tmp_path / "out", read=unreadable, fidelity="fail")
-    judges = call_judges(ExportConfig(), [], unreadable)
-    assert judges.missing["evaluation loss"] == "the run's rows can't be read (no such file)"
+    report = export(base, tmp_path / "out", read=unreadable, verify=True)
+    why = "the run's rows can't be read (no such file: val.jsonl)"
+    assert report.judgement.not_checked["evaluation loss"] == why
+    assert f"not judged by its loss: {why}" in report.warnings
 
 
 def test_what_is_not_checked_has_its_reason(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_the_report_says_what_fits_unasked(tmp_path: Path) -> None:
     report = export_checkpoint(base, None, tmp_path / "export", ExportConfig(verify=False))
     text = dict(report.facts())["tensor parallel"]
     assert text.startswith("1 yes; 2 no: down_proj in 384 gives 192 a GPU")
+    assert text.count("gives") < 4 and "more in export_report.json" in text
     assert tp_text(report.tensor_parallel) == text
 
 
