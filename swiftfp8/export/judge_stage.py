@@ -307,9 +307,9 @@ def _ways(settings: ExportConfig, format_name: str, adapter: bool) -> str:
         if not settings.calibrate and format_name == "fp8_block":
             ways.append("choose the rounding on rows (export.calibrate=true)")
         ways.append("leave the worst layers in BF16 (export.exclude)")
-    limits = ("max_kl", "min_top1", "max_ppl_ratio", "max_loss_increase")
-    if format_name == "bf16":
-        limits = limits[-1:]
+    limits = ["max_loss_increase"]
+    if format_name != "bf16":
+        limits = ["max_kl", "min_top1", "max_ppl_ratio", *limits]
     ways.append(f"set other limits ({' '.join(f'export.{name}' for name in limits)})")
     return "; or ".join(ways)
 
