@@ -26,8 +26,8 @@ from swiftfp8.models.load import load_meta, load_model, load_tokenizer
 from swiftfp8.models.source import resolve_source
 from swiftfp8.plan import LoraPlan, Plan, build_plan
 from swiftfp8.train.arguments import OWN_OPTIMIZERS, training_arguments, with_tokens_per_step
+from swiftfp8.train.batches import EpochSampler, count_tokens
 from swiftfp8.train.flops import flops_per_token, peak_flops
-from swiftfp8.train.loop import EpochSampler, count_tokens
 from swiftfp8.train.metrics import peak_memory_gib
 
 

@@ -129,3 +129,11 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     return bool(torch.isfinite(tensor.detach()).all())
+
+
+def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients together, in FP32 whatever their own precision."""
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))

@@ -1,81 +1,51 @@
-"""transformers' training loop with our precision, guard, log and checkpoints.
+"""transformers' training loop with our precision, guard and log.
 
-transformers.Trainer keeps the loop, optimizer, schedule, accumulation, data position and random
-states. Ours is what surrounds a forward pass, what is counted, and everything that is written.
+transformers.Trainer keeps the loop, accumulation, data position and random states. Ours is what
+surrounds a forward pass, what is counted, and everything that is written; stepping.py has the
+optimizer, keeping.py the checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers
-from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from torch.utils.data import Sampler, SequentialSampler
 
 from swiftfp8 import inject
-from swiftfp8.config.schema import Config
 from swiftfp8.data.stream import take_place
 from swiftfp8.errors import RunFailed
-from swiftfp8.plan import Plan
 from swiftfp8.train import checkpoint as store
-from swiftfp8.train.average import WeightAverage, take_weights
-from swiftfp8.train.guard import find_fault
-from swiftfp8.train.losses import targets
-from swiftfp8.train.masters import MasterAdamW, drop_masters
-from swiftfp8.train.metrics import Meter, Progress, RunLog
-from swiftfp8.train.objectives import Objective, Sums, finish, merge
-from swiftfp8.train.optimizers import ExactAdafactor, Lion, MuonAdamW, parameter_groups
-from swiftfp8.train.progress import Display
+from swiftfp8.train.batches import (
+    EpochSampler,
+    WorkerStart,
+    count_targets,
+    count_tokens,
+    or_one,
+    stream_loader,
+)
+from swiftfp8.train.guard import find_fault, total_norm
+from swiftfp8.train.keeping import KeepingTrainer
+from swiftfp8.train.objectives import Sums, finish, merge
 from swiftfp8.train.run_place import resume_command
-from swiftfp8.train.signals import StopRequest, ignore_interrupts
-from swiftfp8.train.weights import load_weights, save_weights, write_task_file
+from swiftfp8.train.session import Session
 
-STREAM = "stream"  # in a checkpoint's manifest: the place of the last row
-_STREAM_BATCHES = 8  # that wait for the training loop
 _AUTOCAST = {"bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Session:
-    """What the trainer works with besides transformers' own arguments.
-
-    `objective` is None for language modelling, whose loss is the model's own.
-    """
-
-    plan: Plan
-    config: Config
-    run_dir: Path
-    tokenizer: Any
-    fingerprint: dict[str, Any]
-    meter: Meter
-    log: RunLog
-    display: Display
-    stop: StopRequest
-    objective: Objective | None = None
-    job: dict[str, Any] = field(default_factory=dict)  # see train/changes.py
-
-
-class FP8Trainer(transformers.Trainer):
+class FP8Trainer(KeepingTrainer):
     """transformers.Trainer under a precision plan."""
 
     def __init__(self, session: Session, **kwargs: Any) -> None:
-        self.session = session
         self._micro_batches: list[Any] = []
         self._step_loss: torch.Tensor | None = None
         self._step_tokens: torch.Tensor | int = 0
-        self._place: dict[str, Any] | None = None  # in a stream, of the last batch
         self._window: Sums = {}  # of the objective, since the counters were last written down
-        self.last_eval: tuple[int, float] | None = None  # step, loss
-        super().__init__(**kwargs)
-        decay = session.config.train.ema_decay
-        self.average = WeightAverage(self.model.parameters(), decay) if decay else None
-        if self.average is not None:
-            self.add_callback(self.average)
+        super().__init__(session, **kwargs)
         if session.objective is not None:
             self.model_accepts_loss_kwargs = True  # our loss is divided by the step's rows already
         self.remove_callback(transformers.PrinterCallback)
@@ -141,7 +111,7 @@ class FP8Trainer(transformers.Trainer):
         count = count.to(device)
         if self.args.world_size > 1:
             count = self.accelerator.gather(count).sum()
-        return batches, _or_one(count)
+        return batches, or_one(count)
 
     def _arrived(self, batch: Any) -> Any:
         """A batch without its place in a stream, which is noted; a stream's error is raised."""
@@ -152,7 +122,7 @@ class FP8Trainer(transformers.Trainer):
         """What a batch's loss is the mean over: predicted tokens, or an objective's rows."""
         objective = self.session.objective
         if objective is None:
-            return _count_targets(batch)
+            return count_targets(batch)
         return torch.tensor(objective.rows(batch), device=batch["input_ids"].device)
 
     # Between the backward pass and the optimizer step
@@ -161,7 +131,7 @@ class FP8Trainer(transformers.Trainer):
         """Check loss and gradient norm, then clip; returns the norm before clipping."""
         self.accelerator.unscale_gradients()
         parameters = [p for p in model.parameters() if p.grad is not None]
-        norm = _total_norm([p.grad for p in parameters])
+        norm = total_norm([p.grad for p in parameters])
         assert self._step_loss is not None
         tokens = torch.as_tensor(self._step_tokens, device=norm.device)
         # One read from the device for all that the host wants to know of this step.
@@ -210,18 +180,14 @@ class FP8Trainer(transformers.Trainer):
     def get_train_dataloader(self) -> Any:
         """The training rows; loader processes leave Ctrl-C to the trainer."""
         if self.session.config.data.streaming:
-            return DataLoader(
+            return stream_loader(
                 self.train_dataset,
+                self.data_collator,
                 batch_size=self.args.train_batch_size,
-                collate_fn=self.data_collator,
-                num_workers=1,  # which tokenizes
-                prefetch_factor=_STREAM_BATCHES,
                 pin_memory=self.args.dataloader_pin_memory,
-                worker_init_fn=_WorkerStart(None),
-                generator=torch.Generator(),  # its seed is not taken from what dropout goes by
             )
         loader = super().get_train_dataloader()
-        loader.worker_init_fn = _WorkerStart(loader.worker_init_fn)
+        loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
         return loader
 
     # Evaluation and logging
@@ -258,7 +224,7 @@ class FP8Trainer(transformers.Trainer):
                 count = self._count(batch)
                 with self.compute_loss_context_manager():
                     if session.objective is None:
-                        items = _or_one(count)
+                        items = or_one(count)
                         loss = self.compute_loss(model, batch, num_items_in_batch=items)
                         # It is multiplied by the number of processes, for averaged gradients.
                         loss = loss.double() * count / self.accelerator.num_processes
@@ -278,14 +244,14 @@ class FP8Trainer(transformers.Trainer):
         )
         return metrics
 
-    def _averaged(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.average is None else self.average.applied()
-
     def _measured(self, sums: Sums) -> dict[str, float]:
         """An objective's metrics of what all processes counted."""
         if self.session.objective is None:
             return {}
         return finish(self.session.objective, self.accelerator.reduce(sums, "sum"))
+
+    def _before_saving(self) -> None:
+        self._write_window_down()
 
     def _write_window_down(self) -> Sums:
         """What the objective counted since the last line, with what a checkpoint brought."""
@@ -331,196 +297,6 @@ class FP8Trainer(transformers.Trainer):
         """Not counted here: the meter knows the plan's own FLOPs."""
         return 0
 
-    # The optimizer
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """transformers' choice and groups, but on FP32 masters where the plan says so."""
-        plan, optim = self.session.plan, self.session.config.optim
-        plus = plan.lora.plus_ratio if plan.lora else 1.0
-        if self.optimizer is not None:
-            return super().create_optimizer(*args, **kwargs)
-        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        if plan.master_weights:
-            kind, options = MasterAdamW, {**options, "state_dtype": plan.state_dtype}
-        elif optim.name == "lion":
-            kind, options = Lion, {"betas": options["betas"], "lr": options["lr"]}
-        elif optim.name == "adafactor":
-            kind = ExactAdafactor
-        elif optim.name == "muon":
-            kind = MuonAdamW
-            options = {key: options[key] for key in ("lr", "betas", "eps")}
-        if plus != 1.0 or optim.name == "muon":
-            options["params"] = parameter_groups(
-                self.model,
-                set(self.get_decay_parameter_names(self.model)),
-                weight_decay=self.args.weight_decay,
-                rate=self.args.learning_rate,
-                plus=plus,
-                muon=optim.name == "muon",
-            )
-        self.optimizer_cls_and_kwargs = (kind, options)
-        return super().create_optimizer(*args, **kwargs)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
-        scheduler = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-        asked = [dict(group, params=None) for group in optimizer.param_groups]
-        rates = list(scheduler.base_lrs)
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            _apply_options(optimizer, scheduler, asked, rates)
-        if isinstance(optimizer, MasterAdamW):
-            if optimizer.lacked_masters:
-                self.session.display.note(
-                    "WARNING: the checkpoint has no FP32 masters: they begin at its BF16 weights"
-                )
-        elif drop_masters(optimizer):
-            self.session.display.note(
-                "WARNING: the checkpoint's FP32 masters are dropped: weights are not trained on "
-                "masters here (optim.master_weights=false, or another precision)"
-            )
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """FP16's loss scale, where this session has a scaler too."""
-        if self.session.plan.loss_scaler:
-            super()._load_scaler(checkpoint)
-
-    # Checkpoints
-
-    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        """Write `checkpoint-<step>` whole, move `best` and `last`, and delete what is too old."""
-        session, step = self.session, self.state.global_step
-        progress = session.meter.progress
-        with session.meter.paused():
-            session.meter.elapsed()
-            self._write_window_down()
-            improved = self._improves(progress)
-            if improved:
-                assert self.last_eval is not None
-                progress.best_step, progress.best_loss = self.last_eval
-            manifest = {
-                "fingerprint": session.fingerprint,
-                "job": session.job,
-                "progress": progress.to_dict(),
-                "data": self._data_state(),
-            }
-            path = store.write_checkpoint(session.run_dir, step, self._fill, manifest)
-            if improved:
-                store.link(session.run_dir, "best", path)
-            store.rotate(session.run_dir, session.config.train.save_total_limit)
-
-    def _data_state(self) -> dict[str, Any]:
-        if not self.session.config.data.streaming:
-            return data_shape(len(self.train_dataset), self.session.config)
-        return {**data_shape(None, self.session.config), STREAM: self._place}
-
-    def _improves(self, progress: Progress) -> bool:
-        if self.last_eval is None or self.last_eval[0] != self.state.global_step:
-            return False
-        value = self.last_eval[1]
-        return math.isfinite(value) and (progress.best_loss is None or value < progress.best_loss)
-
-    def _fill(self, folder: Path) -> None:
-        plan, tokenizer = self.session.plan, self.session.tokenizer
-        with self._averaged():
-            save_weights(self.model, tokenizer, folder, inject.plain_state_dict, plan)
-        if self.average is not None:
-            self.average.save(folder)
-        padding = getattr(self.session.tokenizer, "pad_token_id", None)
-        write_task_file(folder, self.session.plan, padding)
-        scaling = inject.scaling_state(self.model)
-        if scaling:
-            torch.save(scaling, folder / "scaling.pt")
-        self._save_optimizer_and_scheduler(str(folder))
-        self._save_scaler(str(folder))
-        self._save_rng_state(str(folder))
-        self.state.save_to_json(str(folder / "trainer_state.json"))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        plan = self.session.plan
-        load_weights(
-            self.model, folder, inject.plain_state_dict, inject.load_plain_state_dict, plan
-        )
-        note = self.session.display.note
-        if self.average is not None and not self.average.load(folder):
-            note("the checkpoint has no average of weights: it begins here (train.ema_decay)")
-        elif self.average is None and take_weights(self.model.parameters(), folder):
-            note("the checkpoint's average of weights is not kept up (train.ema_decay=0)")
-        recipe = self.session.plan.recipe
-        if (folder / "scaling.pt").exists():
-            if recipe is None or recipe.recipe != "fp8_delayed":
-                self.session.display.note("delayed scaling's history is not used any more")
-                return
-            device = self.args.device
-            tensors = torch.load(folder / "scaling.pt", map_location=device, weights_only=True)
-            inject.load_scaling_state(self.model, tensors)
-
-
-class EpochSampler(Sampler[int]):
-    """A permutation that depends on seed and epoch only, not on what else drew random numbers."""
-
-    def __init__(self, rows: int, seed: int) -> None:
-        self._rows = rows
-        self._seed = seed
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; accelerate's data loader calls this."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
-        yield from torch.randperm(self._rows, generator=generator).tolist()
-
-    def __len__(self) -> int:
-        return self._rows
-
-
-def data_shape(rows: int | None, config: Config) -> dict[str, Any]:
-    """What must be equal for a resumed run to see the same rows in the same order.
-
-    `rows` is None of a stream, whose place is kept, however many rows a step takes.
-    """
-    if rows is None:
-        return {
-            "streaming": True,
-            "dataset": list(config.dataset),
-            "shuffle_buffer": config.data.shuffle_buffer,
-            "eval_rows": config.data.eval_rows,
-            "seed": config.seed,
-            "shuffle": config.data.shuffle,
-            "packing": config.packing,
-        }
-    return {
-        "streaming": False,
-        "rows": rows,
-        "batch_size": config.per_device_train_batch_size,
-        "accumulation": config.gradient_accumulation_steps,
-        "seed": config.seed,
-        "shuffle": config.data.shuffle,
-        "packing": config.packing,
-    }
-
-
-def _apply_options(
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    asked: list[dict[str, Any]],
-    rates: list[float],
-) -> None:
-    """Take the options of this session: what was loaded holds those of the checkpoint's.
-
-    `asked` are the parameter groups and `rates` the peak learning rates before loading.
-    """
-    for group, options in zip(optimizer.param_groups, asked, strict=True):
-        group.update({k: v for k, v in options.items() if k not in ("params", "lr")})
-    scheduler.base_lrs = rates
-    shapes = scheduler.lr_lambdas
-    for group, rate, shape in zip(optimizer.param_groups, rates, shapes, strict=True):
-        group["lr"] = rate * shape(scheduler.last_epoch)
-    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
-
 
 @contextlib.contextmanager
 def _scaling_kept(model: Any) -> Iterator[None]:
@@ -531,42 +307,3 @@ def _scaling_kept(model: Any) -> Iterator[None]:
     finally:
         if scaling:
             inject.load_scaling_state(model, scaling)
-
-
-@dataclass(frozen=True)
-class _WorkerStart:
-    """A data loader process's first act. (A class, so that it can be pickled.)"""
-
-    then: Callable[[int], None] | None
-
-    def __call__(self, worker: int) -> None:
-        ignore_interrupts()
-        if self.then is not None:
-            self.then(worker)
-
-
-def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients together, in FP32 whatever their own precision."""
-    if all(gradient.dtype == torch.float32 for gradient in gradients):
-        return torch.nn.utils.get_total_norm(gradients)
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms))
-
-
-def count_tokens(batch: Any) -> torch.Tensor | int:
-    """Tokens that are not padding. What a packed batch says of itself is taken out of it."""
-    if "num_tokens" in batch:
-        return batch.pop("num_tokens")
-    mask = batch.get("attention_mask")
-    return batch["input_ids"].numel() if mask is None else (mask != 0).sum()
-
-
-def _count_targets(batch: Any) -> torch.Tensor:
-    """Tokens that are predicted, or their weights: labels not masked, but for each row's first."""
-    weights = batch.get("loss_weights")
-    return targets(batch["labels"][..., 1:], None if weights is None else weights[..., 1:])
-
-
-def _or_one(count: torch.Tensor) -> torch.Tensor:
-    """A divisor: where nothing is counted, nothing is divided."""
-    return torch.where(count == 0, torch.ones_like(count), count)

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from swiftfp8 import inject
 from swiftfp8.plan import Plan
-from swiftfp8.train.loop import Session
 from swiftfp8.train.objectives.prefer import answer_log_probs, as_reference
+from swiftfp8.train.session import Session
 
 REFERENCE_FILE = "reference.safetensors"
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

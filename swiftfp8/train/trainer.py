@@ -24,12 +24,13 @@ from swiftfp8.report.images import draw_images
 from swiftfp8.tasks import uses_reference
 from swiftfp8.train import checkpoint as store
 from swiftfp8.train.arguments import count_steps, training_arguments
+from swiftfp8.train.batches import STREAM, data_shape
 from swiftfp8.train.callbacks import Cadence, EarlyStop, PrecisionWatch
 from swiftfp8.train.changes import changes, changes_training, describe_job
 from swiftfp8.train.coverage import record_coverage
 from swiftfp8.train.flops import flops_per_token, peak_flops
 from swiftfp8.train.log_probs import offer_log_probs
-from swiftfp8.train.loop import STREAM, FP8Trainer, Session, data_shape
+from swiftfp8.train.loop import FP8Trainer
 from swiftfp8.train.losses import fuse_loss, weigh_loss
 from swiftfp8.train.metrics import (
     Meter,
@@ -45,6 +46,7 @@ from swiftfp8.train.reference import add_reference
 from swiftfp8.train.run_dir import RECORDS, confirm_run, write_json
 from swiftfp8.train.run_place import RESULT_FILE, resume_command
 from swiftfp8.train.separation import require_separate_rows
+from swiftfp8.train.session import Session
 from swiftfp8.train.signals import StopRequest
 from swiftfp8.train.weights import check_fingerprint, fingerprint
 

@@ -13,7 +13,7 @@ from swiftfp8.config.paths import assets_dir
 from swiftfp8.data.dataset import load_datasets
 from swiftfp8.data.stream import StreamCollator
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.train import loop
+from swiftfp8.train import batches, metrics
 from swiftfp8.train.metrics import read_log
 
 
@@ -70,7 +70,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, path, tokenizer, packi
     whole = curve(tmp_path / "whole")
     assert whole[-1]["step"] == 9
     saved = json.loads((tmp_path / "whole" / "checkpoint-4" / "swiftfp8.json").read_text())
-    assert saved["data"]["streaming"] and saved["data"][loop.STREAM]["taken"] > 0
+    assert saved["data"]["streaming"] and saved["data"][batches.STREAM]["taken"] > 0
     for step in (4, 8):
         folder = tmp_path / f"from-{step}"
         _, shown = run(folder, config, tokenizer, tmp_path / "whole" / f"checkpoint-{step}")
@@ -107,7 +107,7 @@ def test_a_bad_row_ends_the_run_with_its_line_and_what_was_saved(tmp_path, path,
 def test_ctrl_c_saves_the_place(tmp_path, path, tokenizer, monkeypatch):
     config = job(path)
     run(tmp_path / "whole", config, tokenizer)
-    step_done = loop.Meter.step_done
+    step_done = metrics.Meter.step_done
 
     def interrupt(self, *args, **kwargs):
         step_done(self, *args, **kwargs)
@@ -115,7 +115,7 @@ def test_ctrl_c_saves_the_place(tmp_path, path, tokenizer, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop.Meter, "step_done", interrupt)
+        patched.setattr(metrics.Meter, "step_done", interrupt)
         result, _ = run(tmp_path / "run", config, tokenizer)
     assert result.interrupted and result.steps == 3
     run(tmp_path / "run", config, tokenizer, tmp_path / "run")

@@ -20,7 +20,7 @@ from swiftfp8.plan import RecipeOptions
 from swiftfp8.precision import emulated
 from swiftfp8.train import trainer
 from swiftfp8.train.arguments import training_arguments
-from swiftfp8.train.loop import _total_norm
+from swiftfp8.train.guard import total_norm
 from swiftfp8.train.metrics import read_log
 from swiftfp8.train.trainer import run_training
 
@@ -145,7 +145,7 @@ def test_the_norm_of_bf16_gradients_is_exact():
     gradients = [torch.randn(65, 3, generator=generator).bfloat16() for _ in range(5)]
     exact = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
     # BF16 itself would round to 1 in 256.
-    assert _total_norm(gradients).item() == pytest.approx(exact, rel=1e-6)
+    assert total_norm(gradients).item() == pytest.approx(exact, rel=1e-6)
 
 
 def test_schedules_warm_up_and_end_where_they_should(tmp_path):
