@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from swiftfp8.config.schema import FREE_TEXT, Config
+from swiftfp8.config.kinds import FREE_TEXT
+from swiftfp8.config.schema import Config
 from swiftfp8.errors import SwiftFP8Error
 
 # What other trainers call it, or what people type, and the key that means it here.
