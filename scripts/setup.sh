@@ -23,7 +23,9 @@ setup_venv() {
   python -m pip install -q --upgrade pip || return 1
   install_torch || return 1
   # The torch that is there now stays: a resolver must not swap it for another build.
-  python -c 'import torch; print("torch==" + torch.__version__)' > .venv/torch.txt || return 1
+  # Its version by metadata: torch itself complains while NumPy is not there yet.
+  python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+    > .venv/torch.txt || return 1
   python -m pip install -q -c .venv/torch.txt -e ".${extras:+[$extras]}" || return 1
   echo "$wanted" > "$stamp"
 }

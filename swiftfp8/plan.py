@@ -43,6 +43,7 @@ from swiftfp8.plan_notes import (
     general_notes,
     head_notes,
     length_notes,
+    memory_warnings,
     score_notes,
     trains_bf16,
 )
@@ -300,8 +301,9 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
             *tuning_notes(config, fp8=granted.recipe is not None, trains_bf16=full_bf16),
             *head_notes(layers, heads, meta),
             *length_notes(config, meta),
-            *general_notes(config, granted, memory, checkpointing),
+            *general_notes(config, granted),
         ),
+        warnings=tuple(memory_warnings(memory, checkpointing)),
     )
 
 

@@ -65,10 +65,8 @@ def length_notes(config: Config, meta: ModelMeta) -> list[str]:
     ]
 
 
-def general_notes(
-    config: Config, granted: Granted, memory: MemoryEstimate, checkpointing: str
-) -> list[str]:
-    """Switches of precision during training, and an estimate that is over the device's memory."""
+def general_notes(config: Config, granted: Granted) -> list[str]:
+    """Switches of precision during training, and options that do nothing."""
     notes = []
     if granted.recipe is not None and config.precision.start_step:
         notes.append(f"FP8 switches on at optimizer step {config.precision.start_step}")
@@ -86,18 +84,23 @@ def general_notes(
             f"optim.state_dtype={config.optim.state_dtype} has no effect: it is for BF16 weights "
             "that are trained on FP32 masters (tuner=full or freeze, AdamW)"
         )
-    if memory.total > memory.available:
-        smaller = (
-            f"per_device_train_batch_size={memory.largest_micro_batch} fits"
-            if memory.largest_micro_batch
-            else "not even one row fits"
-        )
-        more = "" if checkpointing == "full" else "; gradient_checkpointing=auto or full saves more"
-        notes.append(
-            f"the estimate of {memory.total:.1f} GiB is over the {memory.available:.1f} GiB that "
-            f"can be used: {smaller}{more}"
-        )
     return notes
+
+
+def memory_warnings(memory: MemoryEstimate, checkpointing: str) -> list[str]:
+    """An estimate that is over the device's memory, and what would fit."""
+    if memory.total <= memory.available:
+        return []
+    smaller = (
+        f"per_device_train_batch_size={memory.largest_micro_batch} fits"
+        if memory.largest_micro_batch
+        else "not even one row fits"
+    )
+    more = "" if checkpointing == "full" else "; gradient_checkpointing=auto or full saves more"
+    return [
+        f"this run will probably end for lack of memory: the estimate of {memory.total:.1f} GiB is "
+        f"over the {memory.available:.1f} GiB that can be used; {smaller}{more}"
+    ]
 
 
 def trains_bf16(config: Config, granted: Granted) -> bool:

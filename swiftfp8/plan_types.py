@@ -109,6 +109,7 @@ class Plan:
     pooling: str | None = None  # of task=embedding
     encoder: bool = False  # every token sees all others, so padding has to be masked
     fallbacks: tuple[Fallback, ...] = ()
+    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

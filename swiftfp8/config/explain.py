@@ -97,15 +97,18 @@ def copy_recipe(name: str, destination: str | None) -> Path:
 
 
 def about(path: Path) -> str:
-    """What a YAML file says of itself: its description, or its first comment but the command."""
+    """What a YAML file says of itself: its description, or its first comment but the command.
+
+    Of more than a sentence, the first.
+    """
     text = path.read_text(encoding="utf-8")
-    described = re.search(r"^description: *(.+)$", text, re.MULTILINE)
+    described = re.search(r"^description: *(.+(?:\n +.+)*)$", text, re.MULTILINE)
     if described:
-        return described[1]
-    for line in re.findall(r"^# ?(.*)$", text, re.MULTILINE):
-        if line.strip() and not line.startswith(("@", "swiftfp8 ")):
-            return str(line).strip()
-    return ""
+        return " ".join(described[1].split())
+    lines = [line[1:].strip() if line.startswith("#") else "" for line in text.splitlines()]
+    told = "\n".join(line for line in lines if not line.startswith(("@", "swiftfp8 ")))
+    paragraph = " ".join(told.strip().partition("\n\n")[0].split())
+    return re.sub(r"(?<!\bal)\. (?=[A-Z0-9]).*", ".", paragraph)
 
 
 def _any_config(name: str) -> Config:

@@ -367,7 +367,7 @@ def _weights(data: DataConfig) -> dict[str, float]:
 
 
 def _nothing_left(dropped: Counter[str], bad: list[BadPlace], name: str) -> SwiftFP8Error:
-    reasons = [f"{n} rows {reason}" for reason, n in dropped.items()]
+    reasons = [f"{n} rows left out: {reason}" for reason, n in dropped.items()]
     reasons += [f"{n} bad rows: {reason}" for reason, n in count_reasons(bad).items()]
     return SwiftFP8Error(
         f"no row is left to use: {'; '.join(reasons) or 'every row is bad'}",

@@ -171,6 +171,8 @@ def _read_csv(path: Path, delimiter: str = ",") -> FileRows:
                 continue
             if header is None:
                 header = _header(cells, f"{path}:{number}")
+                if delimiter == ",":
+                    _check_commas(header, f"{path}:{number}")
             elif len(cells) != len(header):
                 reason = f"{len(cells)} cells under {len(header)} columns"
                 bad.append(BadPlace(where=f"{path}:{number}", reason=reason))
@@ -182,6 +184,17 @@ def _read_csv(path: Path, delimiter: str = ",") -> FileRows:
             f"malformed table: {error}", where=f"{path}:{begins}", fix="check quotes on this line"
         ) from error
     return FileRows(rows=rows, lines=lines, bad=tuple(bad))
+
+
+def _check_commas(header: list[str], where: str) -> None:
+    """A single column whose name holds another separator is several columns."""
+    other = next((sign for sign in ";\t|" if len(header) == 1 and sign in header[0]), None)
+    if other:
+        raise SwiftFP8Error(
+            f"the columns are separated by {other!r}, and those of a .csv file by commas",
+            where=where,
+            fix="save it with commas, or with tabs as a .tsv file",
+        )
 
 
 def _header(cells: list[str], where: str) -> list[str]:

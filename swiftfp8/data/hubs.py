@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.models.quiet import told_once_of_retries
 
 
 def read_hub(name: str, subset: str | None, split: str, hub: str) -> Sequence[Mapping[str, Any]]:
@@ -40,7 +41,8 @@ def _hf_errors(name: str) -> Iterator[None]:
     from huggingface_hub.errors import HTTPError  # of the HTTP client that the hub uses
 
     try:
-        yield
+        with told_once_of_retries(name):
+            yield
     except (OSError, ValueError, DatasetsError, HTTPError) as error:
         raise _unreachable(name, "Hugging Face", error, "hub=modelscope") from error
 

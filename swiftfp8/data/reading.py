@@ -125,7 +125,11 @@ def find_shape(rows: RowSet, config: Config) -> Shape:
     if asked == rows.format:
         reason = "named by the data set's file"
     source = SourceReport(
-        entry=rows.entry, where=rows.where, rows=len(rows.rows), format=form.name, reason=reason
+        entry=rows.entry,
+        where=rows.where,
+        rows=len(rows.rows) + len(rows.bad),
+        format=form.name,
+        reason=reason,
     )
     return Shape(form=form, columns=columns, source=source)
 

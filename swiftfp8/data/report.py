@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from swiftfp8.data.files import BadPlace
@@ -99,6 +101,7 @@ class DataReport:
 
 def bad_rows_error(bad: list[BadPlace], total: int) -> SwiftFP8Error:
     """All bad rows in one error: the first ten with place and reason, and how many in all."""
+    bad = sorted(bad, key=_by_line(bad))
     shown = [f"  {place.where}: {place.reason}" for place in bad[:_SHOWN]]
     if len(bad) > _SHOWN:
         shown.append(f"  ... and {len(bad) - _SHOWN} more")
@@ -108,6 +111,19 @@ def bad_rows_error(bad: list[BadPlace], total: int) -> SwiftFP8Error:
         where=bad[0].where,
         fix="correct them, or leave them out with data.on_bad_row=skip",
     )
+
+
+def _by_line(bad: list[BadPlace]) -> Callable[[BadPlace], tuple[int, int]]:
+    """Order of bad rows: files as they were read, and in each by line or row number."""
+    files: dict[str, int] = {}
+
+    def cut(place: BadPlace) -> tuple[str, int]:
+        found = re.fullmatch(r"(.*)(?::|, row )(\d+)", place.where, re.DOTALL)
+        return (found[1], int(found[2])) if found else (place.where, 0)
+
+    for place in bad:
+        files.setdefault(cut(place)[0], len(files))
+    return lambda place: (files[cut(place)[0]], cut(place)[1])
 
 
 def count_reasons(bad: list[BadPlace]) -> dict[str, int]:

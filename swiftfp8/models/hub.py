@@ -9,6 +9,7 @@ from pathlib import Path
 
 from swiftfp8.config.model_names import GGUF_ID
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.models.quiet import told_once_of_retries
 
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 _UNWANTED = ("original/*", "consolidated*", "*/*.safetensors", "onnx/*")
@@ -42,9 +43,10 @@ def _from_hf(repo: str, patterns: tuple[str, ...]) -> Path:
 
     where = f"model={repo}"
     try:
-        folder = snapshot_download(
-            repo, allow_patterns=list(patterns), ignore_patterns=list(_UNWANTED)
-        )
+        with told_once_of_retries(repo):
+            folder = snapshot_download(
+                repo, allow_patterns=list(patterns), ignore_patterns=list(_UNWANTED)
+            )
     except GatedRepoError as error:
         raise SwiftFP8Error(
             f"'{repo}' is gated: the hub gives it only to accounts that were granted access",

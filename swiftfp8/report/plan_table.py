@@ -48,6 +48,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_memory_table(plan))
     for note in plan.notes:
         console.print(Padding(Text(f"note: {note}"), (0, 0, 0, 2)))
+    for warning in plan.warnings:
+        console.print(_warning(warning))
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -76,6 +78,7 @@ def precision_report(plan: Plan) -> dict[str, Any]:
         "min_coverage": plan.min_coverage,
         "fallbacks": [dataclasses.asdict(fallback) for fallback in plan.fallbacks],
         "notes": list(plan.notes),
+        "warnings": list(plan.warnings),
         "layers": {
             layer.name: {
                 "precision": layer.precision,
@@ -173,8 +176,12 @@ def _fusion(plan: Plan) -> str:
 
 
 def _fallback(asked: str, given: str, reason: str) -> Text:
+    return _warning(f"{asked} can't be had, {given} is used: {reason}")
+
+
+def _warning(said: str) -> Text:
     text = Text("WARNING ", style="bold yellow")
-    text.append(f"{asked} can't be had, {given} is used: {reason}", style="yellow")
+    text.append(said, style="yellow")
     return text
 
 

@@ -60,7 +60,7 @@ def test_what_fits_nowhere_is_recomputed_in_full() -> None:
     plan = plan_for("t4", qwen_7b(), **STEP)
     assert plan.gradient_checkpointing == "full"
     assert "can be used" in plan.checkpointing_reason
-    assert any("not even one row fits" in note for note in plan.notes)
+    assert any("not even one row fits" in note for note in plan.warnings)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from swiftfp8.config.schema import OptimConfig
 from swiftfp8.hardware import GIB, parse_hardware
 from swiftfp8.memory import MemoryEstimate
+from swiftfp8.report.plan_table import print_plan
 from tests.plan_kit import decoder_meta, plan_for, qwen_7b, qwen_half_b, qwen_one_and_a_half_b
 
 pytestmark = pytest.mark.usefixtures("te_alone")
@@ -229,7 +231,11 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(
 def test_a_job_that_can_not_fit_is_said_so() -> None:
     plan = plan_for("t4", qwen_7b(), **STEP)
     assert plan.memory.largest_micro_batch == 0
-    assert any("not even one row fits" in note for note in plan.notes)
+    (warning,) = plan.warnings
+    assert "not even one row fits" in warning
+    console = Console(record=True, width=2000)
+    print_plan(plan, console)
+    assert console.export_text().splitlines()[-1] == f"WARNING {warning}"
 
 
 def test_a_cpu_is_judged_by_its_own_memory() -> None:

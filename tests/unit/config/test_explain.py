@@ -54,7 +54,9 @@ def test_diff_of_a_recipe_and_a_run() -> None:
 def test_the_list_holds_what_is_packaged() -> None:
     entries = {name: about for group in list_configs().values() for name, about in group}
     assert {"quickstart", "fp8_block", "full", "tiny"} <= set(entries)
-    assert all(entries.values()), "each says in one line what it is"
+    assert all(entries.values()), "each says in a sentence what it is"
+    assert entries["simpo"].endswith("without a reference.") and "(Meng et al." in entries["simpo"]
+    assert entries["dpo_quickstart"].endswith("the same in capitals.")
 
 
 def test_copy_never_overwrites(folder: Path) -> None:

@@ -59,6 +59,17 @@ def test_all_bad_rows_come_in_one_error_with_their_lines(tokenizer, write):
     assert "data.on_bad_row=skip" in text
 
 
+def test_bad_rows_of_every_kind_are_told_in_the_order_of_their_lines(tokenizer, write):
+    empty = {"instruction": "q", "output": ""}
+    first = write("b.jsonl", [GOOD, empty, "{", empty, "{"])
+    second = write("a.jsonl", [empty, GOOD, "{"])
+    with pytest.raises(SwiftFP8Error) as caught:
+        load(tokenizer, dataset=[first, second])
+    told = [line.strip().partition(": ")[0] for line in str(caught.value).splitlines()[1:6]]
+    assert told == [f"{first}:{n}" for n in (2, 3, 4, 5)] + [f"{second}:1"]
+    assert caught.value.where == f"{first}:2"
+
+
 def test_skipped_bad_rows_are_counted_by_reason_with_one_warning(tokenizer, write, caplog):
     rows = [GOOD, "{", {"instruction": "q", "output": ""}, {"instruction": "q", "output": " "}]
     with caplog.at_level(logging.WARNING, logger="swiftfp8"):
@@ -99,6 +110,7 @@ def test_rows_are_checked_without_tokenizing(write):
     )
     lines = check_rows(skipping)
     assert lines[0] == "dataset: 1 rows can be used, of 3"
+    assert lines[1].startswith(f"  {path}: 3 rows, format alpaca")
     assert "dataset: 'owner/name' lies on a hub, it was not read" in lines
     assert "val_dataset: 288 rows can be used, of 288" in lines
     assert "not tokenized" in lines[-1]

@@ -128,6 +128,7 @@ def test_lines_that_no_parser_takes_are_bad_rows(tmp_path):
         ("a.json", "[\n" + "[" * 100_000, 2, "nested too deeply"),
         ("a.csv", 'text\nfine\n"open\n', 3, "malformed table"),
         ("a.csv", "text,output,text\na,b,c\n", 1, "two columns are named 'text'"),
+        ("a.csv", "question;answer\na;b\n", 1, "the columns are separated by ';'"),
     ],
 )
 def test_files_that_break_off_are_errors_at_their_line(tmp_path, name, text, line, what):
