@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swiftfp8.cli_tokens import Tokens, print_notes
+from swiftfp8.cli_tokens import KeyValueCommand, Tokens, print_notes
 from swiftfp8.failures import guarded
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ config_app = typer.Typer(
 )
 
 
-@config_app.command()
+@config_app.command(cls=KeyValueCommand)
 @guarded
 def show(tokens: Tokens = None) -> None:
     """Print the resolved YAML: config=<recipe or path> [key=value ...]"""

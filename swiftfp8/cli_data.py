@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from swiftfp8.cli_tokens import Tokens, print_notes
+from swiftfp8.cli_tokens import KeyValueCommand, Tokens, print_notes
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.failures import guarded
 
@@ -22,7 +22,7 @@ def group() -> None:
     """Make `inspect` a command of a group, though it is the only one."""
 
 
-@data_app.command()
+@data_app.command(cls=KeyValueCommand)
 @guarded
 def inspect(tokens: Tokens = None) -> None:
     """Show what a data set holds: dataset=... model=... or config=<recipe or path>
@@ -33,7 +33,7 @@ def inspect(tokens: Tokens = None) -> None:
     """
     from rich.console import Console
 
-    from swiftfp8.config.compose import compose_config, require_inputs
+    from swiftfp8.config.compose import compose_config, require_inputs, sources_named
     from swiftfp8.config.tokens import take
 
     taken, rest = take(tokens or [], ("config", *_NUMBERS))
@@ -47,9 +47,10 @@ def inspect(tokens: Tokens = None) -> None:
     from swiftfp8.report.data_view import print_inspection
 
     config = composed.config
-    source = resolve_source(config)
-    tokenizer = load_tokenizer(source, config.template, config.trust_remote_code)
-    found = inspect_datasets(config, tokenizer, **numbers)
+    with sources_named(composed):
+        source = resolve_source(config)
+        tokenizer = load_tokenizer(source, config.template, config.trust_remote_code)
+        found = inspect_datasets(config, tokenizer, **numbers)
     print_inspection(found, Console())
 
 
@@ -57,6 +58,8 @@ def _number(name: str, value: int | str) -> int:
     text = str(value)
     if not text.isdigit():
         raise SwiftFP8Error(
-            f"{name} must be a whole number, not '{text}'", where=f"command line, {name}={text}"
+            f"{name} must be a whole number, not '{text}'",
+            where=f"command line, {name}={text}",
+            fix=f"give a whole number, such as {name}={_NUMBERS[name]}",
         )
     return int(text)

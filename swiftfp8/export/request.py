@@ -104,8 +104,18 @@ def check_export_after_training(config: Config) -> None:
     """Find out before training, not after it, what would keep the export from being written."""
     if exports_after_training(config):
         parse_size(config.export.max_shard_size)
-    if config.export_dir is not None:
-        check_target(Path(config.export_dir), overwrite=config.export.overwrite)
+        target = Path(config.export_dir) if config.export_dir else _own_export(config)
+        if target is not None:
+            check_target(target, overwrite=config.export.overwrite)
+
+
+def _own_export(config: Config) -> Path | None:
+    """Where a resumed run will write its export; a new run's directory is yet to be made."""
+    if config.resume_from_checkpoint is None:
+        return None
+    given = Path(config.resume_from_checkpoint).resolve()
+    runs = (run for run in (given, given.parent) if (run / "resolved.yaml").is_file())
+    return next((run / "export" for run in runs), None)
 
 
 def check_export_of_model(config: Config, model_dir: Path) -> None:

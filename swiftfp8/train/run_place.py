@@ -147,11 +147,13 @@ def _refuse_occupied(run_dir: Path) -> None:
 def _refuse_trained(run_dir: Path) -> None:
     """Refuse a run that is done, or that a resume can go on with."""
     if (run_dir / RESULT_FILE).exists():
-        export = f"swiftfp8 export {shlex.quote(f'run={run_dir}')}"
+        export = f"use what it trained: swiftfp8 export {shlex.quote(f'run={run_dir}')}"
+        if (run_dir / "export").exists():
+            export = f"use its export, {run_dir / 'export'}"
         raise SwiftFP8Error(
             "the run directory holds a finished run",
             where=str(run_dir),
-            fix=f"choose another run_name, or use what it trained: {export}, or train it further: "
+            fix=f"choose another run_name, or {export}, or train it further: "
             f"{resume_command(run_dir)} with a larger max_steps= or num_train_epochs=",
         )
     if newest_checkpoint(run_dir) is not None:

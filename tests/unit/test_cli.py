@@ -141,6 +141,8 @@ def test_doctors_answer_is_the_exit_code(calls: list[tuple[Any, ...]]) -> None:
         ),
         (("infer", "--run", "output/r"), ["write swiftfp8 infer run=output/r"]),
         (("train", "--dryrun"), ["No such option", "--dry-run"]),
+        (("data", "inspect", "--dataset", "x"), ["write swiftfp8 data inspect dataset=x"]),
+        (("data", "inspect", "config=quickstart", "show=a"), ["such as show=3"]),
         (("train", "lora_rank", "=", "16"), ["write lora_rank=16"]),
         (("infer", "max_new_tokens=abc"), ["max_new_tokens must be a whole", "max_new_tokens=512"]),
         (("bench", "config=quickstart", "steps=no"), ["steps must be", "steps=10"]),

@@ -90,3 +90,14 @@ def test_a_bad_shard_size_is_found_before_training() -> None:
     check_export_after_training(Config(export=bad))  # nothing will be exported
     with pytest.raises(SwiftFP8Error, match="not a size"):
         check_export_after_training(Config(export=bad, export_quantization_bit=8))
+
+
+def test_the_export_that_a_resumed_run_has_is_found_before_training(run: Path) -> None:
+    (run / "checkpoint-2").mkdir(exist_ok=True)
+    resumed = Config(export_quantization_bit=8, resume_from_checkpoint=str(run / "checkpoint-2"))
+    check_export_after_training(resumed)
+    (run / "export").mkdir()
+    (run / "export" / "config.json").touch()
+    with pytest.raises(SwiftFP8Error, match="exists already") as caught:
+        check_export_after_training(resumed)
+    assert caught.value.where == str(run / "export")

@@ -134,6 +134,10 @@ def test_what_would_be_refused_is_known_before_anything_is_made(tmp_path):
         check_run_directory(config)
     assert f"swiftfp8 export run={run_dir}" in caught.value.fix
     assert "with a larger max_steps=" in caught.value.fix
+    (run_dir / "export").mkdir()
+    with pytest.raises(SwiftFP8Error) as caught:
+        check_run_directory(config)
+    assert f"use its export, {run_dir / 'export'}" in caught.value.fix
     with pytest.raises(SwiftFP8Error, match="cannot create a run directory"):
         check_run_directory(make_config(output_dir=str(run_dir / "resolved.yaml" / "below")))
 
