@@ -75,7 +75,7 @@ def evaluate(
     from swiftfp8.export.run_rows import read_run_rows
 
     console, sampling = console or Console(), sampling or Sampling()
-    found = read_run_rows(config, model_dir, adapter_dir)
+    found = read_run_rows(_answers_alone(config), model_dir, adapter_dir)
     if found.missing is not None:
         raise SwiftFP8Error(
             f"there is nothing to ask: {found.missing}", where="dataset", fix="set dataset=<rows>"
@@ -85,6 +85,13 @@ def evaluate(
         model = load_for_chat(model_dir, adapter_dir, trust_remote_code=trust_remote_code)
     rows = _spread(found.rows, limit)
     room = _positions(model) - sampling.max_new_tokens
+    if room < 1:
+        raise SwiftFP8Error(
+            f"the model has {_positions(model)} positions, and the answers alone may take "
+            f"{sampling.max_new_tokens}",
+            where="max_new_tokens",
+            fix=f"set max_new_tokens below {_positions(model)}",
+        )
     asked = [row for row in rows if 0 < _answer_span(row)[0] <= room]
     if not asked:
         raise SwiftFP8Error(
@@ -144,6 +151,14 @@ def rows_of(config: Config, entries: Sequence[str]) -> Config:
     data = replace(config.data, format="auto", columns={}, interleave_prob=())
     task = "sft" if config.task == "dpo" else config.task
     return replace(config, task=task, val_dataset=tuple(entries), data=data)
+
+
+def _answers_alone(config: Config) -> Config:
+    """The configuration with answers marked in its rows, whatever else the run was trained on."""
+    data, usual = config.data, type(config.data)()
+    scale = usual.loss_scale if data.loss_scale == "all" else data.loss_scale
+    data = replace(data, loss_scale=scale, loss_weights=usual.loss_weights)
+    return replace(config, task="sft" if config.task == "pretrain" else config.task, data=data)
 
 
 def _ask(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,15 @@ from rich.console import Console
 from task_kit import SOUNDS, run_task, write_decoder, write_rows
 
 from swiftfp8 import pipeline
+from swiftfp8.config.compose import read_resolved
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.evaluate import evaluate
+from swiftfp8.export.locate import locate_run
+from swiftfp8.infer import Sampling
 from swiftfp8.requests import EvalRequest
 from swiftfp8.train.metrics import read_log
+
+SHORT = Sampling(max_new_tokens=24)
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +66,18 @@ def test_a_run_answers_its_own_evaluation_rows(run, tmp_path):
     assert "What does the cat say?" in written["answers"][0]["prompt"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"data": {"loss_scale": "all"}}, {"data": {"loss_weights": {"assistant": 2.0}}}],
+)
+def test_a_run_that_was_trained_on_more_than_answers_is_asked_alike(run, tmp_path, options):
+    composed = read_resolved(run)
+    data = replace(composed.data, **options["data"])
+    found = evaluate(replace(composed, data=data), *locate_run(run), limit=2, sampling=SHORT)
+    assert found.rows == 2 and found.metrics["exact_match"] == 1.0
+    assert found.answers[0].wanted.startswith("It says")
+
+
 def test_answers_do_not_depend_on_the_batch(run):
     alone, _ = ask(run=str(run), batch_size=1, limit=3)
     together, _ = ask(run=str(run), batch_size=3, limit=3)
@@ -80,6 +99,8 @@ def test_what_can_not_be_asked_says_why(run, tmp_path):
         ask(run=str(run), dataset=str(plain))
     with pytest.raises(SwiftFP8Error, match="no rows are known"):
         ask(model=str(run.parent / "model"))
+    with pytest.raises(SwiftFP8Error, match="the model has 256 positions"):
+        evaluate(read_resolved(run), *locate_run(run))
 
 
 def test_a_classifier_has_metrics_of_its_own(tmp_path):
