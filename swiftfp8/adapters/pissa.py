@@ -7,8 +7,9 @@ on disk stays W, so what is saved is the change against it, an ordinary adapter 
 
     s (B A - B₀ A₀) = s [B, -B₀] [A; A₀]        s = alpha / r, so alpha is doubled too (rsLoRA: √2)
 
-A session finds A₀ and B₀ of its base anew, from the eigenvectors of W's Gram matrix on its smaller
-side: nothing is drawn, and s B₀ A₀ does not depend on their signs.
+A session finds A₀ and B₀ of its base anew, by subspace iteration (Halko et al. 2011, algorithm 4.4)
+from one fixed start: Q spans more directions than r, and each round takes it closer to the leading
+ones. The same weight gives the same parts; what they miss of U_r stays in the base.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 StateDict = dict[str, torch.Tensor]
 Principal = tuple[torch.Tensor, torch.Tensor]  # A₀ [r, in] and B₀ [out, r], float32
+_SPARE, _ROUNDS = 16, 8  # directions beside r, and rounds: the error shrinks by their ratio^16
 _FILE = "adapter_model.safetensors"
 
 
@@ -42,17 +44,27 @@ def take_principal(linear: nn.Linear, name: str, lora: LoraPlan) -> Principal:
     alpha = float(pattern_value(dict(lora.alpha_pattern), name, lora.alpha))
     scaling = alpha / (math.sqrt(rank) if lora.use_rslora else rank)
     weight_OI = linear.weight.detach().float()
-    wide = weight_OI.shape[0] < weight_OI.shape[1]
-    gram = weight_OI @ weight_OI.t() if wide else weight_OI.t() @ weight_OI
-    basis = torch.linalg.eigh(gram).eigenvectors[:, -rank:]  # ascending: the largest are last
-    other = weight_OI.t() @ basis if wide else weight_OI @ basis  # columns as long as Σ says
-    size = other.norm(dim=0).clamp(min=torch.finfo(torch.float32).tiny)
-    left, right = (basis, other / size) if wide else (other / size, basis)
+    right_IR = _leading(weight_OI, rank)
+    left_OR = weight_OI @ right_IR  # columns as long as Σ says
+    size = left_OR.norm(dim=0).clamp(min=torch.finfo(torch.float32).tiny)
     share = (size / scaling).sqrt()
-    a, b = (right * share).t().contiguous(), left * share
+    a, b = (right_IR * share).t().contiguous(), left_OR / size * share
     rest = weight_OI - scaling * (b @ a)
     linear.weight = nn.Parameter(rest.to(linear.weight.dtype), linear.weight.requires_grad)
     return a, b
+
+
+def _leading(weight_OI: torch.Tensor, rank: int) -> torch.Tensor:
+    """The right singular vectors [I, rank] of the largest singular values, as columns."""
+    outs, ins = weight_OI.shape
+    width = min(rank + _SPARE, outs, ins)
+    start = torch.randn(ins, width, generator=torch.Generator().manual_seed(0))
+    q = torch.linalg.qr(start.to(weight_OI.device)).Q
+    for _ in range(_ROUNDS):
+        q = torch.linalg.qr(weight_OI.t() @ (weight_OI @ q)).Q
+    projected = weight_OI @ q
+    within = torch.linalg.eigh(projected.t() @ projected).eigenvectors  # ascending
+    return q @ within[:, -rank:]
 
 
 def begin_with(model: PeftModel, principal: dict[str, Principal]) -> None:
