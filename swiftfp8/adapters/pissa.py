@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 StateDict = dict[str, torch.Tensor]
 Principal = tuple[torch.Tensor, torch.Tensor]  # A₀ [r, in] and B₀ [out, r], float32
-_SPARE, _ROUNDS = 16, 8  # directions beside r, and rounds: the error shrinks by their ratio^16
+# Directions beside r, and rounds: each takes what is kept of the others down by the square of the
+# ratio of their singular values to the kept ones'.
+_SPARE, _ROUNDS = 16, 8
 _FILE = "adapter_model.safetensors"
 
 

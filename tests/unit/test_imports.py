@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,9 @@ def test_importing_a_backend_says_nothing() -> None:
         text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest imports them by it, and would refuse to collect the second."""
+    names = Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
