@@ -24,8 +24,8 @@ query and of all key heads, S the length of a row, L the decoder layers.
     scales, 1/rms, log-sum-exp, LoRA's x Aᵀ    32 + 4 heads + c per rank and linear
 
 **A compiled layer** (trained weights on the `torch` backend) keeps in the compute dtype, without
-the FP32 copies, c(4h + 2q + 2n + 2i): the residual twice, both norms' outputs, q, k, v, attention's
-output, gate and up.
+the FP32 copies, c(4h + 2q + 2n + 3i): the residual twice, both norms' outputs, q, k, v, attention's
+output, gate, up and their product (2i where SwiGLU runs as one function, without it).
 
 `selective` on other models keeps what matmuls and attention put out, c(3h + 2q + 2n + 2i), and
 makes the rest again. `full` keeps a layer's input alone, ch, and makes everything again.
@@ -59,7 +59,8 @@ class Job:
     """What of a run its activations depend on.
 
     `checkpointing` is "none", "selective" or "full"; `fused_layers` decoder layers run as one
-    function, `compiled` ones go through torch.compile; `lora_rank` is 0 where nothing has LoRA.
+    function, `compiled` ones go through torch.compile, and keep no product of gate and up where
+    `swiglu` runs as one function; `lora_rank` is 0 where nothing has LoRA.
     """
 
     c: int
@@ -74,6 +75,7 @@ class Job:
     packing: bool
     trained_head: bool = False
     compiled: bool = False
+    swiglu: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,7 @@ def _plain_layer(meta: ModelMeta, layers: Sequence[LayerPlan], job: Job) -> Toke
     c = job.c
     everything = _saved_by_autograd(meta, layers, job)
     if job.compiled:
-        everything = float(c * (4 * h + 2 * q + 2 * n + 2 * i))
+        everything = float(c * (4 * h + 2 * q + 2 * n + (2 if job.swiglu else 3) * i))
     if job.attn_implementation == "eager":
         everything += meta.num_heads * job.max_length * (4 + c)
     if job.packing and job.attn_implementation == "sdpa":

@@ -30,7 +30,7 @@ class FusionPlan:
     """How many of the decoder layers run fused; `reason` is why the others do not.
 
     `graphs`: fused layers are replayed as CUDA graphs; `compiled`: layers whose weights are trained
-    go through torch.compile.
+    go through torch.compile, and with `swiglu` their three matmuls of the MLP are one function.
     """
 
     layers: int
@@ -38,6 +38,7 @@ class FusionPlan:
     reason: str | None
     graphs: bool = False
     compiled: bool = False
+    swiglu: bool = False
 
 
 MIXED_LORA = "adapters that read one input differ in rank or alpha (rank_pattern, alpha_pattern)"
@@ -53,18 +54,16 @@ def why_not_fused(meta: ModelMeta, *, tuner: str, lora_dropout: float) -> str | 
         return "its weights are trained (tuner=full), and fused layers hold theirs in FP8 alone"
     if lora_dropout > 0:
         return f"LoRA has dropout (lora_dropout={lora_dropout:g})"
+    return why_other_form(meta)
+
+
+def why_other_form(meta: ModelMeta) -> str | None:
+    """Why the model's decoder layers are not of the form that is tested, or None where they are."""
     if meta.unfused_layers is not None:
         return meta.unfused_layers
     if meta.architecture not in FUSED_ARCHITECTURES:
         return f"{meta.architecture} is not among the architectures that are tested fused"
     return None
-
-
-def why_not_compiled(meta: ModelMeta, *, compiles: bool) -> str | None:
-    """Why compiled layers would not be what they were measured as, or None where they would."""
-    if not compiles:
-        return "train.compile=false"
-    return why_not_fused(meta, tuner="lora", lora_dropout=0.0)
 
 
 def plan_fusion(
@@ -93,7 +92,8 @@ def plan_fusion(
     reason = reason or apart
     if reason is not None:
         compiled = tuner == "full" and compiles and device == "cuda"
-        return FusionPlan(layers=0, total=total, reason=reason, compiled=compiled)
+        swiglu = compiled and why_other_form(meta) is None
+        return FusionPlan(layers=0, total=total, reason=reason, compiled=compiled, swiglu=swiglu)
     numbers = {linear.name: linear.layer for linear in meta.linears}
     high = {numbers[x.name]: x.reason for x in layers if x.precision != FUSED_RECIPE}
     high |= {numbers[x.name]: TRAINED for x in layers if x.trainable}

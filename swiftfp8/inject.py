@@ -93,7 +93,7 @@ def inject_precision(model: PreTrainedModel, plan: Plan, device: str | torch.dev
     if plan.fusion.layers:
         _fuse(injected, plan, backend)
     if plan.fusion.compiled:
-        backend.compile_layers(injected)
+        backend.compile_layers(injected, swiglu=plan.fusion.swiglu)
     return injected
 
 

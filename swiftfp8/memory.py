@@ -101,6 +101,7 @@ def estimate_memory(
     pissa: bool = False,
     ema: bool = False,
     compiled: bool = False,
+    swiglu: bool = False,
     accumulates: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak of a step of `micro_batch` rows of `max_length` tokens.
@@ -148,6 +149,7 @@ def estimate_memory(
         packing=packing,
         trained_head=_trains_head(meta, layers, tuner),
         compiled=compiled,
+        swiglu=swiglu,
     )
     count = count_activations(meta, layers, job)
 

@@ -22,8 +22,8 @@ from swiftfp8.fusion import (
     MIXED_LORA,
     FusionPlan,
     plan_fusion,
-    why_not_compiled,
     why_not_fused,
+    why_other_form,
 )
 from swiftfp8.hardware import Hardware
 from swiftfp8.ladder import Fallback, climb
@@ -143,7 +143,7 @@ def _why_apart(config: Config) -> str | None:
 def _why_slow_on_torch(config: Config, meta: ModelMeta, mixed: Collection[int]) -> str | None:
     """Why the torch engine would run the decoder layers linear by linear, or None."""
     if config.tuner == "full":
-        return why_not_compiled(meta, compiles=config.train.compile)
+        return why_other_form(meta) if config.train.compile else "train.compile=false"
     reason = why_not_fused(meta, tuner=config.tuner, lora_dropout=config.lora_dropout)
     if reason is None and (apart := _why_apart(config)):
         return apart
@@ -246,6 +246,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         ema=config.train.ema_decay > 0,
         fused_loss=loss.fused,
         compiled=fusion.compiled,
+        swiglu=fusion.swiglu,
         accumulates=accumulates(config),
     )
     checkpointing, checkpointing_reason, memory = plan_checkpointing(

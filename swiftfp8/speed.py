@@ -51,7 +51,7 @@ RATES = {
     "torch": Rates(matmul=1423e12, element=4.4e-11, launch=5.0e-3),
     "torch, fused": Rates(matmul=1423e12, element=2.0e-11, launch=4.4e-3),
     "torch, graphs": Rates(matmul=1423e12, element=1.9e-11, launch=0.9e-3),
-    "torch, compiled": Rates(matmul=1423e12, element=3.0e-11, launch=2.0e-3),
+    "torch, compiled": Rates(matmul=1423e12, element=3.0e-11, launch=2.7e-3),
 }
 
 

@@ -493,7 +493,7 @@ def build_ours(args: argparse.Namespace, head: str = "bf16") -> tuple[Any, Calla
     model, names = converted_model(args, torch_native)
     checkpointed(model, args)
     if args.full:
-        torch_native.compile_layers(model.requires_grad_())
+        torch_native.compile_layers(model.requires_grad_(), swiglu=True)
         if reason := fuse_loss(model):
             raise Skipped(reason)
         return model, nothing

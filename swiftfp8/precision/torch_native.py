@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ __all__ = [
 NAME = "torch"
 RECIPES = frozenset({"fp8_current"})
 _TOKEN_MULTIPLE = 16
+_VARIANTS = 64
 
 
 @lru_cache
@@ -99,46 +101,50 @@ def finish(
     return fuse_model(model, recompute=recompute, graphs=graphs)
 
 
-def compile_layers(model: nn.Module) -> int:
+def compile_layers(model: nn.Module, *, swiglu: bool) -> int:
     """Compile each decoder layer whose weights are trained; returns how many there are.
 
-    The casts to FP8 then run inside the kernels of norms, SwiGLU and their gradients.
+    The casts to FP8 then run inside the kernels of norms and of their gradients. `swiglu`: the
+    layers' MLPs are known to be down(silu(gate) up) and no more, and run as one function.
     """
+    # All layers share their code, and with it the variants (shapes, training or not, FP8 on or off)
+    # that PyTorch keeps before it goes on uncompiled.
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, _VARIANTS)
     layers = [m for m in model.modules() if hasattr(m, "self_attn") and hasattr(m, "mlp")]
     compiled = 0
     for layer in layers:
         linears = [m for m in layer.modules() if isinstance(m, RowwiseTrainedLinear)]
         if linears:
-            _fuse_swiglu(layer.mlp)
+            if swiglu:
+                _fuse_swiglu(layer.mlp)
             layer.forward = _counted(torch.compile(layer.forward), linears)
             compiled += 1
     return compiled
 
 
 def _fuse_swiglu(mlp: nn.Module) -> None:
-    """Run gate, up and down as one function, where that is what `mlp` is."""
     linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    trained = [m for m in linears if isinstance(m, RowwiseTrainedLinear) and m.bias is None]
-    activation = type(getattr(mlp, "act_fn", None)).__name__
-    if len(trained) < 3 or activation not in ("SiLU", "SiLUActivation"):
-        return
-    gate, up, down = trained
-    plain = mlp.forward
+    if all(isinstance(m, RowwiseTrainedLinear) and m.bias is None for m in linears):
+        mlp.forward = MethodType(_swiglu, mlp)  # type: ignore[method-assign]
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        if not all(linear.enabled for linear in trained):
-            return plain(x)
-        rows = x.to(compute_dtype(x)).reshape(-1, x.shape[-1])
-        padded = pad_tokens(rows, _TOKEN_MULTIPLE)
-        y = trained_swiglu(
-            padded,
-            (gate.weight, up.weight, down.weight),
-            (gate.constants, up.constants, down.constants),
-            gate.split_accumulator,
-        )
-        return y[: rows.shape[0]].view(*x.shape[:-1], -1)
 
-    mlp.forward = forward  # type: ignore[method-assign]
+def _swiglu(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    gate, up, down = linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if not all(linear.enabled for linear in linears):
+        return type(mlp).forward(mlp, x)
+    weights = (gate.weight, up.weight, down.weight)
+    constants = (gate.constants, up.constants, down.constants)
+    return _by_rows(
+        x, lambda rows: trained_swiglu(rows, weights, constants, gate.split_accumulator)
+    )
+
+
+def _by_rows(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """function(rows) for x [..., K] as rows [T, K] of the compute dtype, T padded: [..., N]."""
+    rows = x.to(compute_dtype(x)).reshape(-1, x.shape[-1])
+    y = function(pad_tokens(rows, _TOKEN_MULTIPLE))[: rows.shape[0]]
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _counted(
@@ -236,7 +242,7 @@ class RowwiseFrozenLinear(PrecisionLinear):
         if stale:
             self._group = Group(
                 weight8_NK=self.weight,
-                scale_N=self.weight_scale,
+                scale_N=self.weight_scale.float(),  # whatever the module was cast to
                 ends=(self.out_features,),
                 split_accumulator=self.split_accumulator,
             )
@@ -260,11 +266,12 @@ class RowwiseTrainedLinear(PrecisionLinear):
     @property
     def constants(self) -> Constants:
         """What its matmuls need beside the weight."""
-        return Constants(least=self.least_scale, ones=self.ones)
+        # Scales are float32 for FP8 matmuls, whatever the module was cast to.
+        return Constants(least=self.least_scale.float(), ones=self.ones.float())
 
     def dequantize(self) -> torch.Tensor:
         """The weight that the matmul sees, [out_features, in_features], float32."""
-        return dequantize_rows(*quantize_trained(self.weight.detach(), self.least_scale))
+        return dequantize_rows(*quantize_trained(self.weight.detach(), self.constants.least))
 
     def weight_bytes(self) -> int:
         """Bytes of the trained weight."""
@@ -272,20 +279,16 @@ class RowwiseTrainedLinear(PrecisionLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Y = x Wᵀ + b, [..., out_features], in the compute dtype."""
-        dtype = compute_dtype(x)
-        rows = x.to(dtype).reshape(-1, self.in_features)
-        if self.enabled:
-            if not torch.compiler.is_compiling():  # compile_layers counts
-                self.ran_fp8 += 1
-            padded = pad_tokens(rows, _TOKEN_MULTIPLE)
-            y = trained_matmul(padded, self.weight, self.constants, self.split_accumulator)
-            y = y[: rows.shape[0]]
-        else:
-            if not torch.compiler.is_compiling():
-                self.ran_high += 1
-            y = nn.functional.linear(rows, self.weight.to(dtype))
-        y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(dtype)
+        if not torch.compiler.is_compiling():  # compile_layers counts
+            self.ran_fp8 += self.enabled
+            self.ran_high += not self.enabled
+        y = _by_rows(x, self._matmul)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _matmul(self, rows: torch.Tensor) -> torch.Tensor:
+        if not self.enabled:
+            return nn.functional.linear(rows, self.weight.to(rows.dtype))
+        return trained_matmul(rows, self.weight, self.constants, self.split_accumulator)
 
 
 class _FrozenMatmul(torch.autograd.Function):

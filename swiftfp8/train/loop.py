@@ -156,11 +156,14 @@ class FP8Trainer(KeepingTrainer):
         kept = f"the last good checkpoint is {good.name}" if good else "no checkpoint was saved yet"
         back = f"; go back with: {resume_command(session.run_dir, good)}" if good else ""
         step = self.state.global_step + 1
+        linears = {layer.name for layer in session.plan.layers}
+        # Where several linears run as one function, what holds them is named.
+        excluded = fault.layer if fault.layer in linears else f"{fault.layer}.*"
         raise RunFailed(
             f"the {what} is not finite at step {step}: {fault.detail}; {kept}",
             where=fault.layer or "no layer could be named",
             fix="lower learning_rate, raise warmup_ratio, or keep the layer out of FP8 with "
-            f"precision.exclude=[{fault.layer or 'NAME'}]{back}",
+            f"precision.exclude=[{excluded if fault.layer else 'NAME'}]{back}",
         )
 
     def _forward(self, inputs: Any) -> Any:

@@ -64,7 +64,7 @@ def linear_cross_entropy(
     if weights is not None:
         weights = weights.reshape(-1).to(rows.device, torch.float32)
     if items is None:
-        count = targets(flat, weights).clamp(min=torch.finfo(torch.float32).tiny).float()
+        count = _not_zero(targets(flat, weights))
     else:
         count = torch.as_tensor(items, dtype=torch.float32, device=rows.device)
     return _LinearCrossEntropy.apply(
@@ -81,6 +81,11 @@ def targets(labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """What a mean loss is divided by: the labels that are not -100, or the sum of their weights."""
     counted = labels != IGNORED
     return counted.sum() if weights is None else (counted * weights).sum()
+
+
+def _not_zero(count: torch.Tensor) -> torch.Tensor:
+    """A divisor of a sum that is zero where the count is."""
+    return count.float().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def weigh_loss(model: nn.Module) -> None:
@@ -105,7 +110,7 @@ def weigh_loss(model: nn.Module) -> None:
         aimed, weights = _shift(labels, IGNORED).flatten(), _shift(loss_weights, 0.0).flatten()
         logits = outputs.logits.float().flatten(0, -2)
         losses = functional.cross_entropy(logits, aimed, ignore_index=IGNORED, reduction="none")
-        divisor = targets(aimed, weights) if items is None else items
+        divisor = _not_zero(targets(aimed, weights)) if items is None else items
         outputs.loss = (losses * weights).sum() / divisor
         return outputs
 

@@ -8,6 +8,7 @@ float64, on inputs with outliers).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
 )
 
 from swiftfp8.adapters.lora import add_adapter
@@ -290,6 +292,21 @@ def test_trained_linear_against_float64() -> None:
     assert decibels(module.weight.grad, weight.grad) >= 20
 
 
+def trained_model(model: nn.Module) -> nn.Module:
+    """The model with every linear but the head trained in FP8."""
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name != "lm_head":
+            plan = LayerPlan(
+                name=name, in_features=module.in_features, out_features=module.out_features,
+                bias=module.bias is not None, precision="fp8_current", reason="", lora=False,
+                trainable=True,
+            )  # fmt: skip
+            parent, _, child = name.rpartition(".")
+            converted = torch_native.convert(module, plan, RecipeOptions(recipe="fp8_current"))
+            setattr(model.get_submodule(parent), child, converted)
+    return model
+
+
 def test_compiled_layers_train_as_plain_ones_and_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -301,18 +318,9 @@ def test_compiled_layers_train_as_plain_ones_and_are_counted(
     for compiled in (False, True):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16()
-        for name, module in list(model.named_modules()):
-            if type(module) is nn.Linear and name != "lm_head":
-                plan = LayerPlan(
-                    name=name, in_features=module.in_features, out_features=module.out_features,
-                    bias=module.bias is not None, precision="fp8_current", reason="", lora=False,
-                    trainable=True,
-                )  # fmt: skip
-                parent, _, child = name.rpartition(".")
-                converted = torch_native.convert(module, plan, RecipeOptions(recipe="fp8_current"))
-                setattr(model.get_submodule(parent), child, converted)
+        trained_model(model)
         if compiled:
-            assert torch_native.compile_layers(model) == 2
+            assert torch_native.compile_layers(model, swiglu=True) == 2
         for _ in range(2):
             model.zero_grad()
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -324,6 +332,33 @@ def test_compiled_layers_train_as_plain_ones_and_are_counted(
     for name, expected in runs[0][1].items():
         # Sums in another order move some values across an FP8 rounding boundary.
         assert decibels(runs[1][1][name], expected) > 20, name
+
+
+def test_only_a_known_mlp_runs_as_one_function() -> None:
+    """Seed-OSS drops out of its MLP's output: no attribute of the layer's linears shows that."""
+    config = SeedOssConfig(**SIZES, residual_dropout=0.1)
+    for known in (False, True):  # as the plan knows: see tests/unit/test_plan.py
+        model = trained_model(AutoModelForCausalLM.from_config(config))
+        torch_native.compile_layers(model, swiglu=known)
+        assert ("forward" in vars(model.model.layers[0].mlp)) == known
+
+
+def test_a_copy_of_a_compiled_model_answers_with_its_own_weights() -> None:
+    model = trained_model(AutoModelForCausalLM.from_config(Qwen2Config(**SIZES)))
+    mlp = model.model.layers[0].mlp
+    torch_native._fuse_swiglu(mlp)
+    other = copy.deepcopy(mlp)
+    nn.init.zeros_(other.down_proj.weight)
+    x = torch.randn(4, 64)
+    assert mlp(x).abs().max() > 0 and torch.equal(other(x), torch.zeros(4, 64))
+
+
+def test_a_cast_leaves_scales_in_float32() -> None:
+    model = trained_model(AutoModelForCausalLM.from_config(Qwen2Config(**SIZES)))
+    linear = model.to(torch.bfloat16).model.layers[0].mlp.up_proj
+    assert linear.constants.least.dtype == linear.constants.ones.dtype == torch.float32
+    frozen = torch_native.RowwiseFrozenLinear(nn.Linear(32, 32)).to(torch.bfloat16)
+    assert frozen.group(None).scale_N.dtype == torch.float32
 
 
 def test_a_zero_row_and_a_huge_one_stay_finite() -> None:

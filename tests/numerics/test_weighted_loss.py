@@ -76,6 +76,15 @@ def test_nothing_but_zeros_gives_zero() -> None:
     loss = losses.linear_cross_entropy(hidden, torch.randn(20, 8), labels, weights=torch.zeros(6))
     loss.backward()
     assert loss.item() == 0 and not hidden.grad.any()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=64,
+        )
+    )  # fmt: skip
+    losses.weigh_loss(model)
+    ids = torch.randint(1, 64, (2, 12))
+    assert model(input_ids=ids, labels=ids, loss_weights=torch.zeros(2, 12)).loss.item() == 0
 
 
 @pytest.mark.parametrize("items", [None, torch.tensor(12.5)])

@@ -212,6 +212,16 @@ def test_the_torch_backend_needs_no_transformer_engine() -> None:
     assert any("each token and each output channel" in note for note in plan.notes)
 
 
+def test_only_tested_forms_run_swiglu_as_one_function() -> None:
+    """Others are compiled as they are, and keep the product of gate and up for the way back."""
+    options = {"tuner": "full", "precision": {"backend": "torch"}}
+    known = plan_for("h200", qwen_7b(), **options)
+    other = plan_for("h200", replace(qwen_7b(), architecture="SeedOssForCausalLM"), **options)
+    assert known.fusion.compiled and known.fusion.swiglu
+    assert other.fusion.compiled and not other.fusion.swiglu
+    assert other.memory.activations > known.memory.activations
+
+
 @pytest.mark.parametrize(
     ("change", "options", "fused", "why"),
     [
@@ -232,7 +242,7 @@ def test_the_plan_says_which_layers_are_fused(
     assert why is None if plan.fusion.reason is None else why and why in plan.fusion.reason
     assert f"{fused} of 28 fused" in " ".join(printed(plan).split())
     assert "fused into" not in printed(plan_for("h200"))
-    assert plan.fusion.compiled == (options.get("tuner") == "full")
+    assert plan.fusion.compiled == plan.fusion.swiglu == (options.get("tuner") == "full")
     assert any("are compiled" in note for note in plan.notes) == plan.fusion.compiled
     assert plan.fusion.graphs == (fused > 0)
 

@@ -110,7 +110,8 @@ class _Matmul(torch.autograd.Function):
             dx = _matmul(d8, sd, transpose8_op(w8), ones, ctx.split, dy_TN.dtype)
         if ctx.needs_input_grad[1]:
             x8_KT, s = _columns(x, sx, sd)
-            dw = _matmul(transpose8_op(d8), s / sw, x8_KT, ones, ctx.split, weight.dtype)
+            dw = _matmul(transpose8_op(d8), s / sw, x8_KT, ones, ctx.split, dy_TN.dtype)
+            dw = dw.to(weight.dtype)
         return dx, dw, None, None, None
 
 
@@ -156,14 +157,15 @@ class _SwiGlu(torch.autograd.Function):
         peak = dy_TK.abs().amax(-1, keepdim=True).float()
         dy8_KT, s = _columns(dy_TK, peak / E4M3_MAX, sm)
         scale = s * ones[: dy8_KT.shape[0], None]
-        ddown = _matmul(dy8_KT, scale, transpose8_op(m8), ones, split, down.dtype)
+        ddown = _matmul(dy8_KT, scale, transpose8_op(m8), ones, split, dtype)
         x8_KT, s = _columns(x, sx, sd)
         d8_NT, scale = transpose8_op(d8), s / sw
         dgate, dup = (
-            _matmul(d8_NT[rows], scale[rows], x8_KT, ones, split, gate.dtype)
+            _matmul(d8_NT[rows], scale[rows], x8_KT, ones, split, dtype)
             for rows in (slice(inner), slice(inner, None))
         )
-        return dx, dgate, dup, ddown, None, None, None, None, None
+        dweights = [dw.to(w.dtype) for dw, w in ((dgate, gate), (dup, up), (ddown, down))]
+        return dx, *dweights, None, None, None, None, None
 
 
 def _matmul(
