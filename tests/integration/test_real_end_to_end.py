@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from real_models import bbc_news, gemma3_270m_gguf
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
+# The calibrated export takes eleven minutes where seven processes share two cores, and longer where
+# vLLM runs it too: the limit is for what hangs, not for what is slow.
+pytestmark = [pytest.mark.real, pytest.mark.timeout(7200)]
 
 # What plain rounding to FP8 can keep on a model as small as 270M parameters, with room for another
 # text: measured 1.022, 0.019 and 91.4% on BBC news.
