@@ -48,7 +48,7 @@ def test_readme_names_scripts_that_exist() -> None:
 def test_readme_shows_commands_that_exist() -> None:
     from swiftfp8.cli import app
 
-    known = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    known = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
     known |= {group.name for group in app.registered_groups}
     shown = {shlex.split(command)[1] for command in COMMANDS if command.startswith("swiftfp8 ")}
     assert shown and shown <= known
