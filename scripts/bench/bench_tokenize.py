@@ -7,7 +7,9 @@ as varied as in real data. Without it the standard library's sources are taken. 
 folders with a `tokenizer.json` and a chat template; the embedded one is always measured.
 
 MB are those of the JSONL file. Wall time and CPU-seconds (all threads and processes) stand side by
-side, with the load before: on a shared machine only the second says what the code costs.
+side, with the load before: on a shared machine only the second says what the code costs. "free" is
+the MB/s that cores without other work would give at least: this process's CPU-seconds, then one
+worker's part of theirs, as if the two never overlapped.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def main() -> None:
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     print(
         f"{'tokenizer':<14} {'rows':<7} {'procs':>5} {'MB':>6} {'rows':>7} {'tokens':>10} "
-        f"{'wall s':>7} {'CPU s':>7} {'MB/s':>6} {'MB/CPU s':>9}"
+        f"{'wall s':>7} {'CPU s':>7} {'MB/s':>6} {'MB/CPU s':>9} {'free':>6}"
     )
     with tempfile.TemporaryDirectory() as folder:
         for place in [assets_dir() / "tiny", *args.tokenizer]:
@@ -61,12 +63,14 @@ def measure(path: Path, kind: str, name: str, tokenizer: Any, processes: int) ->
     began, before = time.perf_counter(), os.times()
     loaded = load_datasets(config, tokenizer, 1)
     wall, after = time.perf_counter() - began, os.times()
-    cpu = sum(after[:4]) - sum(before[:4])
+    own = sum(after[:2]) - sum(before[:2])
+    workers = sum(after[2:4]) - sum(before[2:4])
+    cpu, chain = own + workers, own + workers / processes
     mb = path.stat().st_size / 1e6
     report = loaded.report.train
     return (
         f"{name:<14} {kind:<7} {processes:>5} {mb:>6.1f} {report.rows:>7,} {report.tokens:>10,} "
-        f"{wall:>7.2f} {cpu:>7.2f} {mb / wall:>6.2f} {mb / cpu:>9.2f}"
+        f"{wall:>7.2f} {cpu:>7.2f} {mb / wall:>6.2f} {mb / cpu:>9.2f} {mb / chain:>6.2f}"
     )
 
 
