@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,16 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from swiftfp8.data.cache import token_cache
-from swiftfp8.data.chat import TokenizeSettings, tokenize_rows
 from swiftfp8.data.collator import Collator
-from swiftfp8.data.files import BadPlace
-from swiftfp8.data.lengths import Pair
 from swiftfp8.data.mixing import check_shares, mix
 from swiftfp8.data.packing import PackCollator, PackedRows, pack_rows
-from swiftfp8.data.processes import count_processes
-from swiftfp8.data.progress import tokenizing
+from swiftfp8.data.parts import settle_bad, tokenize_part, tokenize_settings, tokenize_task_part
 from swiftfp8.data.reading import Converted, read_examples
-from swiftfp8.data.report import DataReport, PartReport, bad_rows_error, count_reasons
+from swiftfp8.data.report import DataReport, PartReport
 from swiftfp8.data.sources import entry_files
 from swiftfp8.data.streaming import open_stream, read_head
 from swiftfp8.data.task_rows import (
@@ -32,15 +27,12 @@ from swiftfp8.data.task_rows import (
     RelatedRows,
     TaskRows,
 )
-from swiftfp8.data.task_tokens import tokenize_task
 from swiftfp8.data.token_rows import TokenRows
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.tasks import TASKS, Head, rates_answers
 
 if TYPE_CHECKING:
-    from swiftfp8.config.schema import Config, DataConfig
-
-log = logging.getLogger(__name__)
+    from swiftfp8.config.schema import Config
 
 
 Rows = TokenRows | PackedRows | TaskRows | RelatedRows
@@ -88,7 +80,7 @@ def load_datasets(
     if TASKS[config.task].packs:
         parts, cached = _language_rows(config, tokenizer)
     else:
-        tokenize = partial(_tokenize_task, head=head, pooling=pooling)
+        tokenize = partial(tokenize_task_part, head=head, pooling=pooling)
         parts = _tokenized(config, tokenizer, tokenize)
     train_rows, train_report = parts["train"]
     eval_rows, eval_report = parts.get("eval", (None, None))
@@ -108,14 +100,14 @@ def _stream(config: Config, tokenizer: Any, token_multiple: int) -> Datasets:
 
     settings = tokenize_settings(config)
     stream, first, held, report = open_stream(config, tokenizer, settings)
-    _settle_bad(first.bad, first.total, config)
-    _tokenize(first, tokenizer, config, "dataset")
+    settle_bad(first.bad, first.total, config)
+    tokenize_part(first, tokenizer, config, "dataset")
     if config.val_dataset:
         held = _convert(config.val_dataset, config, "val_dataset")
     eval_rows, eval_report = None, None
     if held is not None:
-        _settle_bad(held.bad, held.total, config)
-        eval_rows, eval_report = _tokenize(held, tokenizer, config, _eval_from(config) or "")
+        settle_bad(held.bad, held.total, config)
+        eval_rows, eval_report = tokenize_part(held, tokenizer, config, _eval_from(config) or "")
         if config.packing:
             eval_rows, eval_report = _packed(eval_rows, eval_report, config, "eval")
     return Datasets(
@@ -196,7 +188,7 @@ def _language_rows(
             for name, part in kept.items()
         }
     else:
-        made = _tokenized(config, tokenizer, _tokenize)
+        made = _tokenized(config, tokenizer, tokenize_part)
         parts = {name: rows.keep(report) for name, (rows, report) in made.items()}
         if cache is not None and cache.write(parts):
             note = f"tokens kept in {cache.path} (data.cache=true)"
@@ -233,19 +225,8 @@ def _collator(config: Config, tokenizer: Any, token_multiple: int) -> Collate:
 def _convert(entries: Sequence[str], config: Config, key: str) -> Converted:
     streamed = config.data.streaming and key == "dataset"
     rows = read_head(config) if streamed else read_examples(entries, config, key)
-    _settle_bad(rows.bad, rows.total, config)
+    settle_bad(rows.bad, rows.total, config)
     return rows
-
-
-def _settle_bad(bad: list[BadPlace], total: int, config: Config) -> None:
-    """Bad rows stop the job, or are named in one warning."""
-    if bad and config.data.on_bad_row == "error":
-        raise bad_rows_error(bad, total)
-    if bad:
-        reasons = ", ".join(f"{n} x {reason}" for reason, n in count_reasons(bad).items())
-        log.warning(
-            "skipped %d bad rows of %d (%s); the first: %s", len(bad), total, reasons, bad[0].where
-        )
 
 
 def _split(rows: Converted, ratio: float, seed: int) -> tuple[Converted, Converted]:
@@ -264,113 +245,4 @@ def _split(rows: Converted, ratio: float, seed: int) -> tuple[Converted, Convert
     return (
         Converted(examples=kept, sources=rows.sources, bad=rows.bad, total=rows.total),
         Converted(examples=held, sources=(), bad=[], total=len(held)),
-    )
-
-
-def _tokenize(
-    rows: Converted, tokenizer: Any, config: Config, name: str
-) -> tuple[TokenRows, PartReport]:
-    settings = tokenize_settings(config)
-    pairs: list[Pair] = []
-    bad: list[BadPlace] = []
-    dropped: Counter[str] = Counter()
-    truncated = split = 0
-    processes = count_processes(config.data.num_proc, rows.examples)
-    with tokenizing(len(rows.examples)) as advance:
-        for done in tokenize_rows(rows.examples, tokenizer, settings, processes=processes):
-            pairs += done.fitted.pairs
-            bad += done.bad
-            dropped.update(done.fitted.dropped)
-            truncated += done.fitted.truncated
-            split += done.fitted.split
-            advance(done.examples)
-    _settle_bad(bad, rows.total, config)
-    if not pairs:
-        raise _nothing_left(dropped, bad, name)
-    if dropped:
-        reasons = ", ".join(f"{n} x {reason}" for reason, n in dropped.items())
-        log.warning("left out %d rows of %s: %s", sum(dropped.values()), name, reasons)
-    kept = TokenRows.of(pairs)
-    return kept, PartReport(
-        sources=rows.sources,
-        rows=len(kept),
-        tokens=int(kept.lengths.sum()),
-        trained_tokens=kept.trained_tokens,
-        longest=int(kept.lengths.max()),
-        truncated=truncated,
-        split=split,
-        dropped=dict(dropped),
-        skipped=count_reasons([*rows.bad, *bad]),
-    )
-
-
-def _tokenize_task(
-    rows: Converted,
-    tokenizer: Any,
-    config: Config,
-    name: str,
-    *,
-    head: Head | None,
-    pooling: str | None,
-) -> tuple[Rows, PartReport]:
-    with tokenizing(len(rows.examples)) as advance:
-        made = tokenize_task(rows.examples, tokenizer, config, head=head, pooling=pooling)
-        advance(len(rows.examples))
-    _settle_bad(list(made.bad), rows.total, config)
-    if made.rows is None:
-        raise _nothing_left(Counter(made.dropped), list(made.bad), name)
-    if made.dropped:
-        reasons = ", ".join(f"{n} x {reason}" for reason, n in made.dropped.items())
-        log.warning("left out %d rows of %s: %s", sum(made.dropped.values()), name, reasons)
-    _require_negatives(made.rows, config, name)
-    return made.rows, PartReport(
-        sources=rows.sources,
-        rows=len(made.rows),
-        tokens=made.tokens,
-        trained_tokens=made.trained_tokens,
-        longest=made.longest,
-        truncated=made.truncated,
-        split=0,
-        dropped=dict(made.dropped),
-        skipped=count_reasons([*rows.bad, *made.bad]),
-    )
-
-
-def _require_negatives(rows: Rows, config: Config, name: str) -> None:
-    """A text alone in its batch, without a negative, is told from nothing."""
-    key = f"per_device_{'train' if name == 'dataset' else 'eval'}_batch_size"
-    alone = getattr(config, key) == 1
-    if isinstance(rows, RelatedRows) and alone and not rows.all_have_negatives:
-        raise SwiftFP8Error(
-            "rows without a negative take the other rows of their batch for it, and there are none",
-            where=key,
-            fix=f"set {key}=16 or more, or give each row a negative",
-        )
-
-
-def tokenize_settings(config: Config) -> TokenizeSettings:
-    """What of the configuration matters to tokenizing."""
-    return TokenizeSettings(
-        max_length=config.max_length,
-        truncation=config.data.truncation,
-        system=config.system,
-        whole=config.task == "pretrain" or config.data.loss_scale == "all",
-        loss_scale=config.data.loss_scale,
-        loss_weights=_weights(config.data),
-    )
-
-
-def _weights(data: DataConfig) -> dict[str, float]:
-    """The weights, unless they are all 1, so that rows are held without."""
-    weights = {str(name): weight for name, weight in data.loss_weights.items()}
-    return {} if set(weights.values()) <= {1.0} else weights
-
-
-def _nothing_left(dropped: Counter[str], bad: list[BadPlace], name: str) -> SwiftFP8Error:
-    reasons = [f"{n} rows left out: {reason}" for reason, n in dropped.items()]
-    reasons += [f"{n} bad rows: {reason}" for reason, n in count_reasons(bad).items()]
-    return SwiftFP8Error(
-        f"no row is left to use: {'; '.join(reasons) or 'every row is bad'}",
-        where=name,
-        fix="raise max_length, or correct the rows",
     )

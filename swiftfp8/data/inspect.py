@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swiftfp8.data.chat import Example, tokenize_rows
-from swiftfp8.data.dataset import tokenize_settings
 from swiftfp8.data.files import BadPlace
 from swiftfp8.data.labels import find_head
 from swiftfp8.data.lengths import MASKED, Fitted, Pair, fit_rows
+from swiftfp8.data.parts import tokenize_settings
 from swiftfp8.data.processes import count_processes
 from swiftfp8.data.reading import Converted, read_examples
 from swiftfp8.data.report import SourceReport

@@ -25,8 +25,8 @@ def rows(tmp_path, monkeypatch):
 @pytest.fixture
 def load(tokenizer, rows, monkeypatch):
     """Load, and say whether rows were tokenized for it."""
-    tokenize, calls = stage._tokenize, []
-    monkeypatch.setattr(stage, "_tokenize", lambda *a: calls.append(1) or tokenize(*a))
+    tokenize, calls = stage.tokenize_part, []
+    monkeypatch.setattr(stage, "tokenize_part", lambda *a: calls.append(1) or tokenize(*a))
 
     def load_with(data=None, **options):
         calls.clear()

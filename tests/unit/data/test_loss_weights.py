@@ -9,8 +9,9 @@ from test_chat_tools import CHANNELS, THINKING, TRIMMING, answer, call, result, 
 
 from swiftfp8.config.schema import Config
 from swiftfp8.data.chat import Example, TokenizeSettings, tokenize_rows
-from swiftfp8.data.dataset import load_datasets, tokenize_settings
+from swiftfp8.data.dataset import load_datasets
 from swiftfp8.data.lengths import MASKED
+from swiftfp8.data.parts import tokenize_settings
 from swiftfp8.tasks import task_notes, task_problems
 
 ALL = {"reasoning": 0.5, "tool_call": 2.0, "assistant": 1.5, "history": 0.1}
