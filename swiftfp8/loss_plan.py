@@ -40,14 +40,15 @@ PLAIN_LOSS = LossPlan(fused=False, reason="not planned")
 
 
 def plan_loss(
-    wanted: str, meta: ModelMeta, *, head_has_lora: bool
+    wanted: str, meta: ModelMeta, *, head_has_lora: bool, wordless: str | None = None
 ) -> tuple[LossPlan, list[SwiftFP8Error]]:
-    """The choice for `train.fused_loss=wanted`, and the problem where `on` can't be had."""
+    """The choice for `train.fused_loss=wanted`, and the problem where `on` can't be had.
+
+    `wordless` says why there are no logits over words, where the task has none.
+    """
     if wanted == "off":
         return LossPlan(fused=False, reason="train.fused_loss=off"), []
-    reason = meta.unfused_loss
-    if head_has_lora:
-        reason = "its head has LoRA"
+    reason = wordless or ("its head has LoRA" if head_has_lora else meta.unfused_loss)
     if reason is not None:
         problem = SwiftFP8Error(
             f"the loss of {meta.architecture} can't be fused with its head: {reason}",

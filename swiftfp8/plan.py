@@ -178,10 +178,11 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
     heads = {linear.name for linear in meta.linears if linear.kind == "head"}
     head_trained = bool(heads & (targets | saved | set(trained)))
     loss, loss_problems = plan_loss(
-        config.train.fused_loss, meta, head_has_lora=bool(heads & (targets | saved))
+        config.train.fused_loss,
+        meta,
+        head_has_lora=bool(heads & (targets | saved)),
+        wordless=None if speaks(config) else f"task={config.task} has no logits over words",
     )
-    if not speaks(config):
-        loss = LossPlan(fused=False, reason=f"task={config.task} has no logits over words")
     problems += loss_problems + head_problems(config, has_lora=head_trained)
     high_head = why_high_head(config.precision.head, granted, loss)
     granted = with_head_fallback(granted, config.precision.head, high_head)

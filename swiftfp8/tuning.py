@@ -230,7 +230,9 @@ def _optimizer_problems(config: Config, device: str) -> list[SwiftFP8Error]:
 def _stopping_problems(config: Config) -> list[SwiftFP8Error]:
     if not config.train.early_stopping_patience:
         return []
-    evaluates = bool(config.val_dataset) or config.split_dataset_ratio > 0
+    data = config.data
+    evaluates = bool(config.val_dataset) or config.split_dataset_ratio > 0 or data.eval_rows > 0
+    rows = "data.eval_rows" if data.streaming else "split_dataset_ratio"
     if evaluates and config.train.eval_steps:
         return []
     return [
@@ -238,6 +240,6 @@ def _stopping_problems(config: Config) -> list[SwiftFP8Error]:
             "early stopping goes by evaluations, and "
             + ("there are only those at the end" if evaluates else "there are no rows for any"),
             where="train.early_stopping_patience",
-            fix="set train.eval_steps" if evaluates else "set val_dataset or split_dataset_ratio",
+            fix="set train.eval_steps" if evaluates else f"set val_dataset or {rows}",
         )
     ]

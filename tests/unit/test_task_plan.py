@@ -101,3 +101,10 @@ def test_a_damaged_task_file_is_the_user_s_to_mend(tmp_path):
     (tmp_path / TASK_FILE).write_text('{"task": "seq_cls"}')
     with pytest.raises(SwiftFP8Error, match="can't be read"):
         read_task_file(tmp_path)
+
+
+def test_a_task_without_words_has_no_loss_to_fuse_and_says_so():
+    plan = plan_for("h200", classifier(), task="seq_cls")
+    assert plan.loss.reason == "task=seq_cls has no logits over words"
+    with pytest.raises(SwiftFP8Error, match="task=seq_cls has no logits over words"):
+        plan_for("h200", classifier(), task="seq_cls", train={"fused_loss": "on"})

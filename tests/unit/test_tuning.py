@@ -104,6 +104,14 @@ def test_what_cannot_be_is_refused_with_the_reason(options, said):
     assert said in refusal(**options)
 
 
+def test_a_streams_first_rows_are_evaluations_that_can_end_a_run():
+    stop = {"early_stopping_patience": 2}
+    stream = {"data": {"streaming": True, "eval_rows": 4}, "max_steps": 9}
+    plan_for("h200", train=stop, **stream)
+    stream["data"]["eval_rows"] = 0
+    assert "set val_dataset or data.eval_rows" in refusal(train=stop, **stream)
+
+
 def test_tokens_per_step_are_counted_as_accumulated_gradients():
     options = {"per_device_train_batch_size": 2, "max_length": 1024, "packing": True}
     plan = plan_for("h200", train={"tokens_per_step": 65536}, **options)
