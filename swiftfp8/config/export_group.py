@@ -72,7 +72,8 @@ class ExportConfig:
     engine_python: PathText | None = None
     """Python of an environment that has vLLM; left out, this one."""
     calibrate: bool = False
-    """Choose the rounding of every FP8 linear by its output on real rows (`fp8_block` only)."""
+    """Choose the rounding of every FP8 linear by its output on real rows (`fp8_block` and
+    `compressed_tensors`)."""
     calibration_dataset: Sources = Field(default_factory=list)
     """Rows for it, named as in `dataset`; left out, those that the run was trained on."""
     calibration_tokens: Positive = 16384

@@ -38,6 +38,8 @@ from swiftfp8.export.source import Source
 WINDOW = 512
 _FEWEST_TOKENS = 256
 _SCALE = "_scale"
+# What shares a scale, by format; None: all columns.
+_BLOCKS: dict[str, tuple[int, int | None]] = {"fp8_block": BLOCK, "compressed_tensors": (1, None)}
 _ONE_FILE = 1 << 62
 
 
@@ -94,12 +96,12 @@ class CalibratedWeights:
         """Rows [first_row, first_row + N) of the calibrated weight `name`."""
         if name not in self._reader.specs:
             return quantize_weight(weight_NK, block, scale)
-        assert block == BLOCK and scale is None and first_row % BLOCK[0] == 0
+        assert scale is None and first_row % block[0] == 0
         stop = first_row + weight_NK.shape[0]
         data = self._reader.rows(name, first_row, stop)
-        scales = self._reader.rows(name + _SCALE, first_row // BLOCK[0], -(-stop // BLOCK[0]))
+        scales = self._reader.rows(name + _SCALE, first_row // block[0], -(-stop // block[0]))
         device = weight_NK.device
-        return QuantizedTensor(data=data.to(device), scale=scales.to(device), block_shape=BLOCK)
+        return QuantizedTensor(data=data.to(device), scale=scales.to(device), block_shape=block)
 
 
 def calibrate(
@@ -116,22 +118,26 @@ def calibrate(
     `advance` is told after each decoder layer how many of how many are done.
 
     Raises:
-        SwiftFP8Error: another format than FP8 in blocks, a model whose layers can't be run one at
-            a time, a weight that holds NaN or infinity.
+        SwiftFP8Error: a format with one scale for a whole tensor, a model whose layers can't be run
+            one at a time, a weight that holds NaN or infinity.
     """
-    if layout.format != "fp8_block":
+    if layout.format not in _BLOCKS:
         raise SwiftFP8Error(
-            f"calibration chooses the rounding of fp8_block, this export is {layout.format}",
+            f"calibration chooses the rounding of {' and '.join(_BLOCKS)}, this export is "
+            f"{layout.format}",
             where="export.calibrate",
             fix="set export.format=fp8_block, or export without export.calibrate",
         )
+    block = _BLOCKS[layout.format]
     stream = DecoderStream(source, layout.quantized, text.windows_BT, device)
     names = [_names_in(stream, layout, index) for index in range(stream.count)]
-    specs = [spec for group in names for name in group for spec in _specs(source.tensors[name])]
+    specs = [
+        spec for group in names for name in group for spec in _specs(source.tensors[name], block)
+    ]
     layers: list[CalibratedLayer] = []
     with CheckpointWriter(folder, specs, _ONE_FILE) as writer:
         for index in range(stream.count):
-            layers += _calibrate_layer(stream, index, names[index], writer)
+            layers += _calibrate_layer(stream, index, names[index], block, writer)
             advance(index + 1, stream.count)
     result = Calibration(rows=text.rows, tokens=text.windows_BT.numel(), layers=tuple(layers))
     return CalibratedWeights(folder), result
@@ -178,7 +184,11 @@ def calibration_text(
 
 
 def _calibrate_layer(
-    stream: DecoderStream, index: int, names: list[str], writer: CheckpointWriter
+    stream: DecoderStream,
+    index: int,
+    names: list[str],
+    block: tuple[int, int | None],
+    writer: CheckpointWriter,
 ) -> list[CalibratedLayer]:
     """Round the linears `names` of one decoder layer and write them; move the stream past it."""
     errors = []
@@ -190,7 +200,7 @@ def _calibrate_layer(
         }
         grams = _second_moments(stream, index, layer, linears)
         for name, linear in linears.items():
-            quantized, error = _round(name, linear.weight.data, grams.get(name))
+            quantized, error = _round(name, linear.weight.data, grams.get(name), block)
             errors += error
             writer.write(name, quantized.data)
             writer.write(name + _SCALE, quantized.scale)
@@ -201,13 +211,14 @@ def _calibrate_layer(
 
 
 def _round(
-    name: str, weight_NK: Tensor, gram_KK: Tensor | None
+    name: str, weight_NK: Tensor, gram_KK: Tensor | None, block: tuple[int, int | None]
 ) -> tuple[QuantizedTensor, list[CalibratedLayer]]:
     """The better of calibrated and plain rounding; plain where the linear was never reached."""
-    plain = quantize_weight(weight_NK, BLOCK)
+    shape = (block[0], block[1] or weight_NK.shape[1])
+    plain = quantize_weight(weight_NK, shape)
     if gram_KK is None:
         return plain, []
-    chosen = round_keeping_output(weight_NK, gram_KK)
+    chosen = round_keeping_output(weight_NK, gram_KK, shape)
     before = output_error(weight_NK, plain, gram_KK)
     after = output_error(weight_NK, chosen, gram_KK)
     if after >= before:
@@ -257,8 +268,9 @@ def _names_in(stream: DecoderStream, layout: Layout, index: int) -> list[str]:
     return [name for name in ordered if name.startswith(prefix)]
 
 
-def _specs(spec: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
-    scales = (-(-spec.shape[0] // BLOCK[0]), -(-spec.shape[1] // BLOCK[1]))
+def _specs(spec: TensorSpec, block: tuple[int, int | None]) -> tuple[TensorSpec, TensorSpec]:
+    rows, columns = spec.shape
+    scales = (-(-rows // block[0]), -(-columns // (block[1] or columns)))
     return (
         TensorSpec(name=spec.name, dtype="F8_E4M3", shape=spec.shape),
         TensorSpec(name=spec.name + _SCALE, dtype="F32", shape=scales),

@@ -42,20 +42,22 @@ _COLUMNS = 128  # columns rounded before the rest of the matrix hears of their e
 _STRONGEST_DAMPING = 10.0
 
 
-def round_keeping_output(weight_NK: Tensor, gram_KK: Tensor) -> QuantizedTensor:
+def round_keeping_output(
+    weight_NK: Tensor, gram_KK: Tensor, block: tuple[int, int] = BLOCK
+) -> QuantizedTensor:
     """Quantize a float32 weight in blocks so that its output on the inputs of `gram_KK` is kept.
 
     Raises:
         SwiftFP8Error: the weight holds NaN or infinity.
     """
     rows, columns = weight_NK.shape
-    scale = quantize_weight(weight_NK, BLOCK).scale
+    scale = quantize_weight(weight_NK, block).scale
     order = torch.argsort(gram_KK.diagonal(), descending=True, stable=True)
     factor = _inverse_factor(gram_KK[order][:, order])
     # columns become rows: the loop works on contiguous memory
     rest_KN = weight_NK.T[order].contiguous()
-    scale_KN = scale.T.repeat_interleave(BLOCK[0], 1)[:, :rows].contiguous()
-    block_of = (order // BLOCK[1]).tolist()
+    scale_KN = scale.T.repeat_interleave(block[0], 1)[:, :rows].contiguous()
+    block_of = (order // block[1]).tolist()
     rounded_KN = torch.empty(columns, rows, dtype=FP8, device=weight_NK.device)
     for start in range(0, columns, _COLUMNS):
         stop = min(start + _COLUMNS, columns)
@@ -69,7 +71,7 @@ def round_keeping_output(weight_NK: Tensor, gram_KK: Tensor) -> QuantizedTensor:
             rest_KN[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1.0)
     data = torch.empty(rows, columns, dtype=FP8, device=weight_NK.device)
     data.view(torch.uint8)[:, order] = rounded_KN.view(torch.uint8).T
-    return QuantizedTensor(data=data, scale=scale, block_shape=BLOCK)
+    return QuantizedTensor(data=data, scale=scale, block_shape=block)
 
 
 def output_error(weight_NK: Tensor, quantized: QuantizedTensor, gram_KK: Tensor) -> float:

@@ -304,7 +304,7 @@ def _ways(settings: ExportConfig, format_name: str, adapter: bool) -> str:
             "train longer, or take export.format=adapter, which keeps all of it"
         )
     if format_name != "bf16":
-        if not settings.calibrate and format_name == "fp8_block":
+        if not settings.calibrate and format_name in ("fp8_block", "compressed_tensors"):
             ways.append("choose the rounding on rows (export.calibrate=true)")
         ways.append("leave the worst layers in BF16 (export.exclude)")
     limits = ["max_loss_increase"]

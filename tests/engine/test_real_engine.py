@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 from real_models import bbc_news, gemma3_270m_gguf
 
+from swiftfp8.export.fidelity import text_windows
+
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 ENGINE = os.environ.get("SWIFTFP8_ENGINE_PYTHON")
-LENGTH, TOP = 512, 200
+TOKENS, TOP = 4096, 200
 MAX_RATIO, MAX_KL, MIN_TOP1 = 1.03, 0.06, 0.88
 Token = dict[str, Any]
 
@@ -78,11 +80,7 @@ def coarse_kl(p: dict[str, float], q: dict[str, float]) -> float:
 
 def read_back(directory: Path) -> list[Token]:
     """vLLM's word on every token of some news, a fresh process for each export."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    ids = tokenizer("\n\n".join(bbc_news(documents=20))).input_ids
-    rows = [ids[start : start + LENGTH] for start in range(0, min(len(ids), 8 * LENGTH), LENGTH)]
+    rows = text_windows(bbc_news(documents=20), TOKENS, directory).tolist()
     job, out = directory.parent / "job.json", directory.parent / "out.json"
     job.write_text(json.dumps({"directory": str(directory), "rows": rows, "top": TOP}))
     assert ENGINE is not None

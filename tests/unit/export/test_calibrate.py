@@ -52,10 +52,12 @@ def windows(tokens: int = 512, vocabulary: int = 300) -> Tensor:
     return calibration_text(rows, tokens, seed=0, longest=64).windows_BT
 
 
-def calibrated(directory: Path, folder: Path) -> tuple[Source, Layout, Layout, Calibration]:
+def calibrated(
+    directory: Path, folder: Path, name: str = "fp8_block"
+) -> tuple[Source, Layout, Layout, Calibration]:
     """(source, plain layout, calibrated layout, what calibration says)."""
     source = open_source(directory)
-    layout = find_format("fp8_block").describe(source, FormatOptions())
+    layout = find_format(name).describe(source, FormatOptions())
     folder.mkdir()
     text = calibration_text(windows().tolist(), 512, seed=0, longest=64)
     quantizer, calibration = calibrate(source, layout, text, folder)
@@ -123,9 +125,14 @@ def test_streamed_layers_give_the_models_hidden_states(tmp_path: Path, family: s
         torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
 
+CALIBRATED = ["fp8_block", "compressed_tensors"]
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_every_linear_keeps_its_output_better(tmp_path: Path, family: str) -> None:
-    _, layout, _, calibration = calibrated(correlated_model(tmp_path / "m", family), tmp_path / "c")
+def test_every_linear_keeps_its_output_better(tmp_path: Path, family: str, name: str) -> None:
+    model = correlated_model(tmp_path / "m", family)
+    _, layout, _, calibration = calibrated(model, tmp_path / "c", name)
     names = {f"{layer.name}.weight" for layer in calibration.layers}
     assert names == layout.quantized
     assert calibration.tokens == 512
@@ -134,11 +141,12 @@ def test_every_linear_keeps_its_output_better(tmp_path: Path, family: str) -> No
     assert all(layer.calibrated <= layer.rounded for layer in calibration.layers)
 
 
-def test_the_models_output_is_kept_better_on_other_text(tmp_path: Path) -> None:
-    source, plain, layout, _ = calibrated(correlated_model(tmp_path / "m"), tmp_path / "c")
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_the_models_output_is_kept_better_on_other_text(tmp_path: Path, name: str) -> None:
+    source, plain, layout, _ = calibrated(correlated_model(tmp_path / "m"), tmp_path / "c", name)
     generator = torch.Generator().manual_seed(9)
     ids = torch.randint(300, (4, 64), generator=generator)
-    export_format = find_format("fp8_block")
+    export_format = find_format(name)
     logits = []
     merged = ((name, source.merged(name)) for name in source.tensors)
     for tensors in (
@@ -154,12 +162,13 @@ def test_the_models_output_is_kept_better_on_other_text(tmp_path: Path) -> None:
     assert (chosen - exact).norm() < 0.4 * (rounded - exact).norm()
 
 
-def test_checkpoint_is_an_ordinary_one_and_the_same_each_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_checkpoint_is_an_ordinary_one_and_the_same_each_time(tmp_path: Path, name: str) -> None:
     model_dir = save_model(tmp_path / "m")
-    export_format = find_format("fp8_block")
+    export_format = find_format(name)
     files = []
     for attempt in ("plain", "once", "twice"):
-        source, plain, layout, _ = calibrated(model_dir, tmp_path / f"c-{attempt}")
+        source, plain, layout, _ = calibrated(model_dir, tmp_path / f"c-{attempt}", name)
         out = tmp_path / attempt
         out.mkdir()
         chosen = plain if attempt == "plain" else layout
@@ -196,8 +205,9 @@ def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
     renamed = [name.replace("model.", "model.language_model.") for name in layout.quantized]
     with pytest.raises(SwiftFP8Error, match="in another way than the model"):
         DecoderStream(dense, renamed, text.windows_BT, "cpu")
-    with pytest.raises(SwiftFP8Error, match="this export is bf16"):
-        calibrate(dense, replace(layout, format="bf16"), text, tmp_path)
+    for name in ("bf16", "fp8", "modelopt"):
+        with pytest.raises(SwiftFP8Error, match=f"this export is {name}"):
+            calibrate(dense, replace(layout, format=name), text, tmp_path)
 
 
 def test_a_linear_that_is_never_run_is_rounded_plainly(
