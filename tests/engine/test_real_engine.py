@@ -1,6 +1,7 @@
 """A fine-tuned Gemma's exports by vLLM's own log-probabilities, against the merge in BF16 there.
 
-Both run in vLLM, so what differs is the rounding of weights (and, for channels, of inputs). vLLM
+Both run in vLLM, so what differs is the rounding of weights (and, for channels, of inputs, which
+only calibrated weights leave room for: seen 1.034 without). vLLM
 names a position's likeliest tokens only: KL is that of the distributions over the tokens that both
 name, all others being one, which is a little below the whole.
 """
@@ -18,28 +19,43 @@ from typing import Any
 import pytest
 from real_models import bbc_news, gemma3_270m_gguf
 
+from swiftfp8.export.engine_run import Engine, find_engine
 from swiftfp8.export.fidelity import text_windows
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 ENGINE = os.environ.get("SWIFTFP8_ENGINE_PYTHON")
 TOKENS, TOP = 4096, 200
 MAX_RATIO, MAX_KL, MIN_TOP1 = 1.03, 0.06, 0.88
+EXPORTS: dict[str, tuple[str, ...]] = {
+    "bf16": (),
+    "fp8_block": (),
+    "compressed_tensors": (
+        "export.calibrate=true",
+        "export.calibration_dataset=[other_news.jsonl]",
+        "export.calibration_tokens=8192",
+    ),
+}
 Token = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run's exports as bf16, fp8_block and compressed_tensors."""
+    """A folder with a run's exports by format."""
     if ENGINE is None:
         pytest.skip("SWIFTFP8_ENGINE_PYTHON names no environment with vLLM")
     folder = tmp_path_factory.mktemp("exports")
+    judges = bbc_news(documents=20)
+    others = [text for text in bbc_news(documents=60) if text not in judges]
+    rows = "\n".join(json.dumps({"text": text}) for text in others)
+    (folder / "other_news.jsonl").write_text(rows, encoding="utf-8")
     run(
         folder, "train", "config=quickstart", "model_type=gemma3", f"model={gemma3_270m_gguf()}",
         "template=gemma", "max_steps=20", "learning_rate=2e-4", "lora_rank=16",
         "per_device_train_batch_size=4", "output_dir=output", "run_name=gemma",
     )  # fmt: skip
-    for name in ("bf16", "fp8_block", "compressed_tensors"):
-        run(folder, "export", "run=output/gemma", f"export.format={name}", f"export_dir={name}")
+    for name, options in EXPORTS.items():
+        target = (f"export.format={name}", f"export_dir={name}", "export.verify=false")
+        run(folder, "export", "run=output/gemma", *target, *options)
     return folder
 
 
@@ -50,6 +66,10 @@ def merged(exports: Path) -> list[Token]:
 
 @pytest.mark.parametrize("name", ["fp8_block", "compressed_tensors"])
 def test_an_export_is_its_merge_in_vllm(exports: Path, merged: list[Token], name: str) -> None:
+    engine = find_engine(ENGINE)
+    assert isinstance(engine, Engine)
+    if (reason := engine.why_not(name)) is not None:
+        pytest.skip(reason)
     figures = compare(merged, read_back(exports / name))
     print(name, figures)
     assert figures["perplexity ratio"] <= MAX_RATIO
