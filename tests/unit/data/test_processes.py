@@ -40,7 +40,8 @@ def rows_of(datasets):
     ],
     ids=["sft", "packed", "dpo"],
 )
-def test_three_processes_make_the_rows_and_report_of_one(tokenizer, config):
+def test_three_processes_make_the_rows_and_report_of_one(tokenizer, config, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     one, three = load(tokenizer, 1, **config), load(tokenizer, 3, **config)
     assert rows_of(one) == rows_of(three)
     assert one.report == three.report
@@ -118,7 +119,7 @@ def test_ctrl_c_ends_all_processes_and_prints_one_traceback_at_most(tmp_path):
         "import time, os\n"
         "from swiftfp8.data.processes import spread\n"
         "def slow(rows):\n"
-        "    print(os.getpid(), flush=True)\n"
+        "    os.write(1, b'%d\\n' % os.getpid())\n"
         "    time.sleep(0.2)\n"
         "    return rows\n"
         "list(spread(slow, range(400_000), 2))\n"
@@ -143,7 +144,7 @@ def test_workers_do_not_outlive_a_killed_parent():
         "import time, os\n"
         "from swiftfp8.data.processes import spread\n"
         "def slow(rows):\n"
-        "    print(os.getpid(), flush=True)\n"
+        "    os.write(1, b'%d\\n' % os.getpid())\n"
         "    time.sleep(60)\n"
         "list(spread(slow, range(100), 2))\n"
     )
