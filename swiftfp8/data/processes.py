@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -67,14 +68,21 @@ def spread(
         ProcessPoolExecutor(processes, get_context("fork"), _begin, (work, rows)) as pool,
     ):
         try:
-            for made in pool.map(_work, parts):
-                yield from made
+            made = deque(pool.submit(_work, part) for part in parts)
+            while made:
+                yield from made.popleft().result()
         except BrokenProcessPool as error:
             raise RunFailed(
                 f"one of {processes} processes that tokenize was killed",
                 where="data.num_proc",
                 fix="if memory ran out (dmesg tells), set a lower data.num_proc",
             ) from error
+        except BaseException:
+            # A pool waits for the work that it has begun; a second Ctrl-C would break that wait,
+            # and Python's exit wait for ever.
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            raise
 
 
 _given: tuple[Callable[[Sequence[Any]], Iterable[Any]], Sequence[Any]]  # of a forked process
