@@ -12,6 +12,7 @@ from swiftfp8.config.kinds import (
     STRICT,
     BelowOne,
     Fraction,
+    LossWeight,
     Names,
     NonNegative,
     NonNegativeFloat,
@@ -86,7 +87,7 @@ class DataConfig:
     """Which turns of a conversation are trained: every answer, those after the user's last turn,
     every answer without an empty reasoning at its beginning, or every token."""
     loss_weights: dict[
-        Literal["assistant", "reasoning", "tool_call", "history", "prompt"], NonNegativeFloat
+        Literal["assistant", "reasoning", "tool_call", "history", "prompt"], LossWeight
     ] = Field(default_factory=dict)
     """How much trained tokens count: `{reasoning: 0.5, tool_call: 2}`. `assistant` is the rest of
     an answer, `history` a factor for answers before the user's last turn, `prompt` all else where

@@ -36,6 +36,19 @@ def _unchanging(value: list[float]) -> tuple[float, ...]:
     return tuple(value)
 
 
+def _zero_or_some(value: float) -> float:
+    """Keep out what float32's sums of a loss can't hold."""
+    if 0 < value < 1e-3:
+        raise ValueError("must be 0, or from 0.001 to 1000")
+    return value
+
+
+def _in_32_bits(value: int) -> int:
+    if value >= 1 << 32:
+        raise ValueError("must be below 2**32, which is what NumPy takes")
+    return value
+
+
 def _no_bool(value: Any) -> Any:
     """Keep `true` from passing for 1."""
     if isinstance(value, bool):
@@ -94,6 +107,8 @@ Share = Annotated[Real, Field(gt=0.0)]
 Shares = Annotated[list[Share], BeforeValidator(_as_list), AfterValidator(_unchanging)]
 Fraction = Annotated[Real, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[Real, Field(ge=0.0, lt=1.0)]
+Seed = Annotated[NonNegative, AfterValidator(_in_32_bits)]
+LossWeight = Annotated[Real, Field(ge=0.0, le=1000.0), AfterValidator(_zero_or_some)]
 NonNegativeFloat = Annotated[Real, Field(ge=0.0)]
 
 

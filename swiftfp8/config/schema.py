@@ -30,11 +30,11 @@ from swiftfp8.config.kinds import (
     Checkpointing,
     Fraction,
     Names,
-    NonNegative,
     NonNegativeFloat,
     PathText,
     Positive,
     Real,
+    Seed,
     Sources,
     Whole,
     null_for_auto,
@@ -149,7 +149,7 @@ class Config:
     GPU, and packed rows no mask there."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
-    seed: NonNegative = 42
+    seed: Seed = 42
     """Seed of initialisation, data order and dropout."""
     output_dir: PathText = "output"
     """Parent of run directories `<model>-<task>-<timestamp>`."""

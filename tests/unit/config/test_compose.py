@@ -187,3 +187,13 @@ def test_missing_inputs_are_named_together() -> None:
     with pytest.raises(SwiftFP8Errors) as caught:
         require_inputs(compose_config(None))
     assert [problem.what.split()[1] for problem in caught.value.problems] == ["model", "dataset"]
+
+
+@pytest.mark.parametrize(
+    "token",
+    ["seed=4294967296", "data.loss_weights={prompt:1e-40}", "data.loss_weights={prompt:1e39}"],
+)
+def test_numbers_that_nothing_could_use_are_refused(token: str) -> None:
+    with pytest.raises(SwiftFP8Error) as caught:
+        compose_config("quickstart", [token])
+    assert token.partition("=")[0] in str(caught.value)
