@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from swiftfp8.config.absolute import with_absolute_paths
 from swiftfp8.config.schema import Config
 from swiftfp8.train.losses import targets
 from swiftfp8.train.signals import ignore_interrupts
@@ -48,7 +49,7 @@ def data_shape(rows: int | None, config: Config) -> dict[str, Any]:
     if rows is None:
         return {
             "streaming": True,
-            "dataset": list(config.dataset),
+            "dataset": list(with_absolute_paths(config).dataset),  # as resolved.yaml says it
             "shuffle_buffer": config.data.shuffle_buffer,
             "eval_rows": config.data.eval_rows,
             "seed": config.seed,

@@ -121,3 +121,10 @@ def test_ctrl_c_saves_the_place(tmp_path, path, tokenizer, monkeypatch):
     run(tmp_path / "run", config, tokenizer, tmp_path / "run")
     losses = [line["loss"] for line in curve(tmp_path / "whole") if line["loss"] is not None]
     assert [x["loss"] for x in curve(tmp_path / "run") if x["loss"] is not None] == losses
+
+
+def test_a_relative_path_is_the_file_that_resolved_yaml_names(path, monkeypatch):
+    """Or every resume by resolved.yaml would warn of other data."""
+    monkeypatch.chdir(path.parent)
+    near, far = (batches.data_shape(None, job(name)) for name in (path.name, path))
+    assert near == far
