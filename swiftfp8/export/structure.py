@@ -73,6 +73,8 @@ def check_quantized(directory: Path, layers: ModelLayers, declared: Declared) ->
 
 
 TOKENIZER = "tokenizer"
+# JSON that an engine reads beside config.json.
+_BESIDE = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def check_files(directory: Path) -> list[Fault]:
@@ -93,6 +95,12 @@ def check_files(directory: Path) -> list[Fault]:
         faults += _check_index(read_json(directory / INDEX_NAME)["weight_map"], found)
     if not has_tokenizer(directory):
         faults.append(Fault(where=TOKENIZER, what="no tokenizer files"))
+    for name in _BESIDE:
+        try:
+            if (directory / name).is_file():
+                read_json(directory / name)
+        except SwiftFP8Error as error:
+            faults.append(Fault(where=name, what=error.what))
     return faults
 
 

@@ -110,6 +110,10 @@ def index_disagrees(directory: Path) -> None:
     file.write_text(json.dumps(index))
 
 
+def damaged_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").write_bytes(bytes(range(256)))
+
+
 def no_tokenizer(directory: Path) -> None:
     (directory / "tokenizer.json").unlink()
 
@@ -143,6 +147,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (truncated, "damaged safetensors file"),
     (index_disagrees, f"{Q}.weight: is in "),
     (no_tokenizer, "no tokenizer files"),
+    (damaged_tokenizer, "tokenizer.json is not valid JSON"),
     (partly_missing_scale, f"{Q}.weight: has no weight_scale_inv"),
 ]
 
