@@ -12,6 +12,22 @@ from swiftfp8.config.schema import TrainConfig
 from swiftfp8.train.metrics import Progress
 
 
+class AtFirstStep(TrainerCallback):
+    """Does something once: when a checkpoint is loaded and the rows of the first step are there."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._done = False
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Act before the session's first step."""
+        if not self._done:
+            self._done = True
+            self._act()
+
+
 class Cadence(TrainerCallback):
     """Sets transformers' control flags after each optimizer step.
 

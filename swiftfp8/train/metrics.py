@@ -195,14 +195,18 @@ class Meter:
 class RunLog:
     """`logging.jsonl`: one JSON object a line, flushed line by line."""
 
-    def __init__(self, run_dir: Path, *, after_step: int = 0) -> None:
-        """Open for appending; lines beyond `after_step` (where a run resumes) are dropped."""
+    def __init__(self, run_dir: Path) -> None:
+        """Open for appending; what is there is kept until `drop_after`."""
         self.path = run_dir / "logging.jsonl"
-        if self.path.exists():
-            kept = [line for line in read_log(run_dir) if line["step"] <= after_step]
-            part = self.path.with_name(".tmp-logging.jsonl")
-            part.write_text("".join(_to_line(line) for line in kept), encoding="utf-8")
-            os.replace(part, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def drop_after(self, step: int) -> None:
+        """Drop the lines beyond `step`, from where a run goes on, and one that was cut short."""
+        self._file.close()
+        kept = [line for line in read_log(self.path.parent) if line["step"] <= step]
+        part = self.path.with_name(".tmp-logging.jsonl")
+        part.write_text("".join(_to_line(line) for line in kept), encoding="utf-8")
+        os.replace(part, self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, values: dict[str, Any]) -> None:

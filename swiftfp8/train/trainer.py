@@ -25,7 +25,7 @@ from swiftfp8.tasks import uses_reference
 from swiftfp8.train import checkpoint as store
 from swiftfp8.train.arguments import count_steps, training_arguments
 from swiftfp8.train.batches import STREAM, data_shape
-from swiftfp8.train.callbacks import Cadence, EarlyStop, PrecisionWatch
+from swiftfp8.train.callbacks import AtFirstStep, Cadence, EarlyStop, PrecisionWatch
 from swiftfp8.train.changes import changes, changes_training, describe_job
 from swiftfp8.train.coverage import record_coverage
 from swiftfp8.train.flops import flops_per_token, peak_flops
@@ -126,8 +126,6 @@ def run_training(
         )
     start.require_left(total)
     arguments = training_arguments(config, plan, run_dir, total)
-    confirm_run(run_dir)
-    start.rewind(run_dir)
     meter = Meter(
         flops_per_token=flops_per_token(plan),
         peak_flops=peak_flops(torch.cuda.get_device_name()) if plan.device == "cuda" else None,
@@ -135,10 +133,10 @@ def run_training(
         warmup_steps=warmup_steps,
     )
     display = open_display(console or Console(), total, start.step)
-    log = RunLog(run_dir, after_step=start.step if start.same_run else 0)
-    start.announce(display, data_shape(rows, config), total)
+    log = RunLog(run_dir)
     if rows is None and start.data.get(STREAM):
         datasets.train.start_at(start.data[STREAM])
+    start.announce(display, data_shape(rows, config), total)
     with StopRequest() as stop, _finishing(display, log, run_dir, images=config.train.images):
         session = Session(
             plan=plan,
@@ -159,6 +157,8 @@ def run_training(
                 datasets = add_reference(model, datasets, session)
             _train(model, datasets, session, arguments, start, saves=saves)
             _require_taken_steps(session, total)
+        else:
+            start.accept(session)
         result = _result(session, meter)
         if stop.requested:
             display.note(f"interrupted at step {result.steps}, a checkpoint is saved; go on with:")
@@ -212,7 +212,18 @@ class _StartPoint:
             "resume_from_checkpoint",
         )
 
-    def rewind(self, run_dir: Path) -> None:
+    def accept(self, session: Session) -> None:
+        """Write down what the run is told now, and take its directory back to this step.
+
+        Called once nothing can refuse the resume any more: until then the run is as it was.
+        """
+        confirm_run(session.run_dir)
+        self._rewind(session.run_dir)
+        session.log.drop_after(self.step if self.same_run else 0)
+        if self.changed and self.same_run:
+            session.display.note(f"the earlier session's records are in {RECORDS}/")
+
+    def _rewind(self, run_dir: Path) -> None:
         """Take the run directory back to the state that it had at this step."""
         (run_dir / RESULT_FILE).unlink(missing_ok=True)
         if self.checkpoint is None or not self.same_run:
@@ -231,8 +242,6 @@ class _StartPoint:
             display.note("the checkpoint, of an older version, does not say which job wrote it")
         for kind, lines in self.changed.items():
             display.note(f"changed since the checkpoint, {kind}: {', '.join(lines)}")
-        if self.changed and self.same_run:
-            display.note(f"the earlier session's records are in {RECORDS}/")
         # Checkpoints of old don't mention packing, and streams have other things to mention.
         before = {"packing": False, "streaming": False, **self.data}
         changed = [f"{k} {before.get(k)} -> {data[k]}" for k in data if data[k] != before.get(k)]
@@ -281,6 +290,7 @@ def _train(
         train_dataset=datasets.train,
         eval_dataset=datasets.eval,
         callbacks=[
+            AtFirstStep(partial(start.accept, session)),
             Cadence(
                 config.train,
                 evaluates=datasets.eval is not None and len(datasets.eval) > 0,

@@ -23,7 +23,8 @@ def test_lines_beyond_the_resumed_step_are_dropped_and_the_rest_kept(tmp_path):
     log.close()
     with (tmp_path / "logging.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # killed while it wrote
-    log = RunLog(tmp_path, after_step=3)
+    log = RunLog(tmp_path)
+    log.drop_after(3)
     log.append({"step": 4, "loss": 9.0})
     log.close()
     lines = read_log(tmp_path)
