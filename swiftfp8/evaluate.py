@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,17 +131,34 @@ def print_evaluation(found: Evaluation, console: Console, *, shown: int = 3) -> 
         console.print()
 
 
+def check_writable(path: Path) -> None:
+    """Refuse, before anything is generated, a file that the result could not be written to."""
+    if path.is_dir():
+        raise SwiftFP8Error("is a folder", where=f"out={path}", fix="name a file: out=answers.json")
+    with _writing(path) as part:
+        part.touch()
+        part.unlink()
+
+
 def write_evaluation(found: Evaluation, path: Path) -> None:
     """All of it as JSON."""
-    part = path.with_name(f".tmp-{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(asdict(found), indent=2, ensure_ascii=False)
+    text = json.dumps(asdict(found), indent=2, ensure_ascii=False)
+    with _writing(path) as part:
         part.write_text(text + "\n", encoding="utf-8")
         os.replace(part, path)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    """A file beside `path`, to take its place."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield path.with_name(f".tmp-{path.name}")
     except OSError as error:
         raise SwiftFP8Error(
-            f"can't write the result: {error.strerror or error}", where=f"out={path}"
+            f"can't write the result: {error.strerror or error}",
+            where=f"out={path}",
+            fix="name a file in a folder that can be written",
         ) from error
 
 

@@ -244,6 +244,8 @@ def evaluate(request: EvalRequest, *, console: Console | None = None) -> Evaluat
     check_sampling(sampling)
     if request.limit < 0 or request.batch_size < 1:
         raise SwiftFP8Error("limit must not be negative, nor batch_size below 1", where="limit")
+    if request.out is not None:
+        stage.check_writable(Path(request.out))
     console = console or Console()
     model_dir, adapter_dir = locate(
         run=request.run,

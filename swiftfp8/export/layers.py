@@ -112,6 +112,7 @@ def inspect_export(directory: Path, *, trust_remote_code: bool = False) -> Model
 def meta_model(directory: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """(config, model on the meta device) of a model directory, by transformers' classes."""
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
@@ -121,7 +122,7 @@ def meta_model(directory: Path, trust_remote_code: bool = False) -> tuple[Any, A
             del config.quantization_config
         with torch.device("meta"):
             model = model_class.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except (ValueError, KeyError, OSError, ImportError, StrictDataclassError) as error:
         raise SwiftFP8Error(
             f"transformers can't build this model: {str(error).splitlines()[0]}",
             where=str(directory),

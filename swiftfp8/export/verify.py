@@ -241,6 +241,10 @@ def format_of(directory: Path) -> str:
     if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
         return "adapter"
     section = read_json(directory / "config.json").get("quantization_config") or {}
+    if not isinstance(section, dict):
+        raise SwiftFP8Error(
+            "quantization_config is no JSON object", where=str(directory / "config.json")
+        )
     method = section.get("quant_method")
     if method == "modelopt" or (method is None and (directory / MODELOPT_CONFIG).is_file()):
         return "modelopt"

@@ -110,3 +110,14 @@ def test_a_classifier_has_metrics_of_its_own(tmp_path):
     )
     with pytest.raises(SwiftFP8Error, match="task=seq_cls trained puts out no words"):
         ask(run=str(result.run_dir))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("folder", "is a folder"), ("file/x.json", "can't write")]
+)
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path, name, why):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(SwiftFP8Error, match=why) as caught:
+        ask(model="no such model", out=str(tmp_path / name))
+    assert caught.value.where == f"out={tmp_path / name}"

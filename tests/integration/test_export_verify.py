@@ -1,6 +1,7 @@
 """`swiftfp8 export verify` on the command line: exit codes, and faults by name."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,21 @@ def test_reload_finds_tensors_that_no_module_takes(exported: Path, tmp_path: Pat
     result = check_checkpoint(copy, reload=True)
     assert not result.sound
     assert "layers.7" in result.faults[0].what
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization_config": [1]}, "quantization_config is no JSON object"),
+        ({"num_attention_heads": "a"}, "transformers can't build this model"),
+    ],
+)
+def test_a_configuration_that_nothing_can_read(
+    exported: Path, tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    directory = Path(shutil.copytree(exported, tmp_path / "damaged"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    done = run_cli("export", "verify", f"dir={directory}", cwd=tmp_path)
+    assert done.returncode in (1, 2) and said in done.stdout + done.stderr
+    assert "this is a bug" not in done.stderr
