@@ -327,12 +327,19 @@ def _dequantized(model_dir: Path, dtype: Any, trust_remote_code: bool) -> Any:
 
 def _with_adapter(model: Any, adapter_dir: Path) -> Any:
     from peft import PeftModel
+    from safetensors import SafetensorError
 
     from swiftfp8.models.quiet import quiet_peft
 
     try:
         with quiet_peft():
             return PeftModel.from_pretrained(model, str(adapter_dir))
+    except SafetensorError as error:
+        raise SwiftFP8Error(
+            f"the adapter's file is damaged: {error}",
+            where=str(adapter_dir),
+            fix="take another checkpoint of the run: checkpoint=N",
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise SwiftFP8Error(
             f"can't load the adapter: {str(error).splitlines()[0]}",

@@ -172,6 +172,16 @@ def test_a_conversation(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == [["sys", "one"], ["sys", "one", "reply", "two"], ["sys", "three"]]
 
 
+def test_a_damaged_adapter_is_named(model_dir: Path, tmp_path: Path) -> None:
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(r=4, target_modules="all-linear"))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(SwiftFP8Error, match="the adapter's file is damaged") as caught:
+        answer(model_dir, tmp_path)
+    assert caught.value.where == str(tmp_path)
+
+
 def test_what_can_not_be_loaded(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(SwiftFP8Error, match="no tokenizer"):
         answer(tmp_path)
