@@ -104,6 +104,13 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return None
 
 
+def older_than(checkpoint: Path) -> list[Path]:
+    """The whole checkpoints beside `checkpoint` that have fewer steps, the newest first."""
+    own = _NAME.fullmatch(checkpoint.name)
+    below = [(n, path) for n, path in _numbered(checkpoint.parent) if own and n < int(own[1])]
+    return [path for _, path in sorted(below, reverse=True) if why_not_whole(path) is None]
+
+
 def why_not_whole(checkpoint: Path) -> str | None:
     """What is missing from a checkpoint, or None where all its files are there."""
     try:
@@ -112,6 +119,8 @@ def why_not_whole(checkpoint: Path) -> str | None:
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError):
         return f"{MANIFEST} cannot be read"
+    if not isinstance(files, dict):
+        return f"{MANIFEST} lists no files"
     for name, size in files.items():
         path = checkpoint / name
         if not path.is_file():

@@ -28,6 +28,7 @@ from swiftfp8.train.batches import STREAM, data_shape
 from swiftfp8.train.callbacks import AtFirstStep, Cadence, EarlyStop, PrecisionWatch
 from swiftfp8.train.changes import changes, changes_training, describe_job
 from swiftfp8.train.coverage import record_coverage
+from swiftfp8.train.damage import require_readable
 from swiftfp8.train.flops import flops_per_token, peak_flops
 from swiftfp8.train.log_probs import offer_log_probs
 from swiftfp8.train.loop import FP8Trainer
@@ -187,6 +188,7 @@ class _StartPoint:
         if resume_from is None:
             return cls(checkpoint=None, step=0, same_run=True, progress=Progress(), data={})
         checkpoint = store.find_resume(resume_from)
+        require_readable(checkpoint)
         check_fingerprint(checkpoint, mark)
         manifest = store.read_manifest(checkpoint)
         return cls(

@@ -10,7 +10,9 @@ import pytest
 from swiftfp8 import pipeline
 from swiftfp8.config.compose import compose_config
 from swiftfp8.data import streaming
-from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.errors import RunFailed, SwiftFP8Error
+from swiftfp8.train.checkpoint import why_not_whole
+from swiftfp8.train.damage import find_damaged
 
 
 def write_rows(path: Path, count: int, *, bad: str = "") -> Path:
@@ -81,15 +83,39 @@ def test_a_stream_that_fails_on_its_first_rows_leaves_the_run_alone(run, tmp_pat
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"]
+)
 def test_a_damaged_checkpoint_leaves_the_run_alone(run, tmp_path, name):
     damaged = run / "checkpoint-4" / name
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     before = contents(run)
     other = write_rows(tmp_path / "other.jsonl", 40)
-    with pytest.raises(SwiftFP8Error):
+    with pytest.raises(RunFailed) as caught:
         resume(run, run, other)
+    assert caught.value.what == f"the checkpoint is damaged: {name} can't be read"
+    assert str(caught.value.fix).endswith(f"resume_from_checkpoint={run / 'checkpoint-2'}")
     assert contents(run) == before
+
+
+@pytest.mark.parametrize("text", ["[]", '{"global_step": "4"}', '{"odd": 1}', "{"])
+def test_a_trainer_state_of_another_shape_is_damage(run, tmp_path, text):
+    damaged = run / "checkpoint-2" / "trainer_state.json"
+    damaged.write_text(text.ljust(damaged.stat().st_size))
+    assert find_damaged(run / "checkpoint-4") is None
+    with pytest.raises(RunFailed, match=r"trainer_state.json can't be read") as caught:
+        resume(run, run / "checkpoint-2", tmp_path / "rows.jsonl")
+    assert "no older whole checkpoint" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("key", ["step", "progress", "data"])
+def test_a_manifest_of_another_shape_is_damage(run, tmp_path, key):
+    path = run / "checkpoint-4" / "swiftfp8.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: "odd"}))
+    with pytest.raises(RunFailed, match=r"swiftfp8.json can't be read"):
+        resume(run, run, tmp_path / "rows.jsonl")
+    path.write_text('{"files": []}')
+    assert why_not_whole(path.parent) == "swiftfp8.json lists no files"
 
 
 def test_an_accepted_resume_with_other_rows_keeps_the_records_and_goes_on(run, tmp_path):
