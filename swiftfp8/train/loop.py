@@ -28,6 +28,7 @@ from swiftfp8.train.batches import (
     or_one,
     stream_loader,
 )
+from swiftfp8.train.failing import RowsFailed
 from swiftfp8.train.guard import find_fault, total_norm
 from swiftfp8.train.keeping import KeepingTrainer
 from swiftfp8.train.objectives import Sums, finish, merge
@@ -98,10 +99,18 @@ class FP8Trainer(KeepingTrainer):
 
         The first label of a row is never predicted, so it does not count; a step whose rows were
         all cut before their answer divides by one, not by zero.
+
+        Raises:
+            RowsFailed: they can't be read; the model is as the step before left it.
         """
         arriving = map(self._arrived, epoch_iterator)
-        with self.session.meter.waiting():
-            batches, _ = super().get_batch_samples(arriving, num_batches, device)
+        trained = self._place
+        try:
+            with self.session.meter.waiting():
+                batches, _ = super().get_batch_samples(arriving, num_batches, device)
+        except Exception as error:
+            self._place = trained  # micro-batches that did arrive are not trained
+            raise RowsFailed from error
         self._micro_batches = batches
         self._step_loss = None
         self._step_tokens = sum(count_tokens(batch) for batch in batches)

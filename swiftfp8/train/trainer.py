@@ -29,6 +29,7 @@ from swiftfp8.train.callbacks import AtFirstStep, Cadence, EarlyStop, PrecisionW
 from swiftfp8.train.changes import changes, changes_training, describe_job
 from swiftfp8.train.coverage import record_coverage
 from swiftfp8.train.damage import require_readable
+from swiftfp8.train.failing import RowsFailed, broken_off, out_of_rows
 from swiftfp8.train.flops import flops_per_token, peak_flops
 from swiftfp8.train.log_probs import offer_log_probs
 from swiftfp8.train.loop import FP8Trainer
@@ -315,10 +316,13 @@ def _train(
     )
     try:
         trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
+    except RowsFailed as failed:
+        error = failed.__cause__ or failed
+        raise out_of_rows(error, trainer, start.step, saves=saves) from error
     except SwiftFP8Error:
         raise
     except Exception as error:
-        raise _failed(error, trainer.state.global_step, session.run_dir) from error
+        raise broken_off(error, trainer.state.global_step, session.run_dir) from error
     finally:
         transformers.logging.set_verbosity(verbosity)
 
@@ -339,25 +343,6 @@ def _require_taken_steps(session: Session, total: int) -> None:
 def _switch_fp8(model: Any, on: bool) -> None:
     inject.set_fp8_enabled(model, on)
     inject.reset_coverage(model)
-
-
-def _failed(error: Exception, step: int, run_dir: Path) -> RunFailed:
-    """A fault that nobody foresaw, with the way back; the traceback stays attached."""
-    newest = store.newest_checkpoint(run_dir)
-    back = f"resume with: {resume_command(run_dir)}" if newest else "no checkpoint was saved yet"
-    if isinstance(error, torch.OutOfMemoryError):
-        return RunFailed(
-            f"the GPU ran out of memory at step {step + 1}",
-            where=str(run_dir),
-            fix="lower per_device_train_batch_size (raise gradient_accumulation_steps to keep the "
-            f"step's size) or max_length, or set gradient_checkpointing=full; {back}",
-        )
-    text = (str(error).strip() or "no message").splitlines()[0]
-    return RunFailed(
-        f"training broke off at step {step + 1}: {type(error).__name__}: {text}",
-        where=str(run_dir),
-        fix=f"set SWIFTFP8_DEBUG=1 for the traceback; {back}",
-    )
 
 
 @contextmanager

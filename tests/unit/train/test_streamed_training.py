@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 from train_kit import VOCAB, Rows, make_config, make_model, train
@@ -12,8 +14,9 @@ from train_kit import VOCAB, Rows, make_config, make_model, train
 from swiftfp8.config.paths import assets_dir
 from swiftfp8.data.dataset import load_datasets
 from swiftfp8.data.stream import StreamCollator
-from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.errors import RunFailed, SwiftFP8Error
 from swiftfp8.train import batches, metrics
+from swiftfp8.train.loop import FP8Trainer
 from swiftfp8.train.metrics import read_log
 
 
@@ -32,12 +35,12 @@ def path(tmp_path):
     return path
 
 
-def job(path, **options):
+def job(path, save_steps=4, **options):
     data = {"streaming": True, "shuffle_buffer": 16, "eval_rows": 4, **options.pop("data", {})}
     base = {"dataset": [str(path)], "max_length": 64, "max_steps": 9, "data": data}
     return make_config(
         **{**base, "gradient_accumulation_steps": 2, **options},
-        train={"save_steps": 4, "eval_steps": 4, "save_total_limit": 9},
+        train={"save_steps": save_steps, "eval_steps": 4, "save_total_limit": 9},
     )
 
 
@@ -102,6 +105,71 @@ def test_a_bad_row_ends_the_run_with_its_line_and_what_was_saved(tmp_path, path,
     mended = job(path, max_steps=80)
     result, shown = run(tmp_path / "run", mended, tokenizer, tmp_path / "run", dropout=0.0)
     assert result.steps == 80 and "resuming at step 7" in shown
+
+
+def test_steps_before_a_bad_row_are_saved_and_gone_on_with(tmp_path, path, tokenizer):
+    rows = path.read_text().splitlines(keepends=True)
+    # 28 steps and 4 micro-batches
+    config = job(path, gradient_accumulation_steps=5, save_steps=6, max_steps=32)
+    path.write_text("".join([*rows * 5, "{\n"]))
+    with pytest.raises(RunFailed, match="broke off after step 28: 1 bad row") as caught:
+        run(tmp_path / "run", config, tokenizer)
+    assert caught.value.where == f"{path}:301"
+    assert "data.on_bad_row=skip; the newest checkpoint is checkpoint-28" in caught.value.fix
+    assert f"resume_from_checkpoint={tmp_path / 'run'}" in caught.value.fix
+    path.write_text("".join([*rows * 5, "\n", *rows]))
+    _, shown = run(tmp_path / "run", config, tokenizer, tmp_path / "run")
+    assert "resuming at step 28" in shown
+    run(tmp_path / "whole", config, tokenizer)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def losses(folder):
+    return [line["loss"] for line in curve(folder) if line["loss"] is not None]
+
+
+def test_a_fault_before_the_first_step_is_the_users_mistake(tmp_path, path, tokenizer):
+    path.write_text(path.read_text() * 6 + "{\n")
+    with pytest.raises(SwiftFP8Error, match="1 bad row") as caught:
+        run(tmp_path / "run", job(path, data={"shuffle_buffer": 1000}), tokenizer)
+    assert caught.value.exit_code == 2
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_file_that_is_gone_saves_the_steps_before(tmp_path, path, tokenizer, monkeypatch):
+    more = tmp_path / "more.jsonl"
+    more.write_text(path.read_text())
+    config = job(path, dataset=[str(path), str(more)], max_steps=200, save_steps=20)
+    loaded = load_datasets
+
+    def lose(*args):
+        data = loaded(*args)
+        more.unlink()
+        return data
+
+    monkeypatch.setattr("test_streamed_training.load_datasets", lose)
+    with pytest.raises(RunFailed, match=r"can't be read: .*No such file") as caught:
+        run(tmp_path / "run", config, tokenizer)
+    assert caught.value.where == str(more)
+    assert "checkpoint-12; resume with" in caught.value.fix
+
+
+def test_a_killed_reader_saves_the_steps_before_and_hints_at_memory(
+    tmp_path, path, tokenizer, monkeypatch
+):
+    arrived = FP8Trainer._arrived
+
+    def kill(self, batch):
+        if self.state.global_step == 3:
+            (reader,) = multiprocessing.active_children()
+            reader.kill()
+            time.sleep(5)  # cut short: torch raises in the handler of SIGCHLD
+        return arrived(self, batch)
+
+    monkeypatch.setattr(FP8Trainer, "_arrived", kill)
+    with pytest.raises(RunFailed, match=r"no memory left .*killed by signal") as caught:
+        run(tmp_path / "run", job(path), tokenizer)
+    assert "data.shuffle_buffer" in caught.value.fix and "checkpoint-3" in caught.value.fix
 
 
 def test_ctrl_c_saves_the_place(tmp_path, path, tokenizer, monkeypatch):
