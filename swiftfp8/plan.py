@@ -145,11 +145,8 @@ def _why_slow_on_torch(config: Config, meta: ModelMeta, mixed: Collection[int]) 
     if config.tuner == "full":
         return why_other_form(meta) if config.train.compile else "train.compile=false"
     reason = why_not_fused(meta, tuner=config.tuner, lora_dropout=config.lora_dropout)
-    if reason is None and (apart := _why_apart(config)):
-        return apart
-    if reason is None and len(mixed) == meta.num_layers > 0:
-        return MIXED_LORA
-    return reason
+    all_mixed = len(mixed) == meta.num_layers > 0
+    return reason or _why_apart(config) or (MIXED_LORA if all_mixed else None)
 
 
 def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:

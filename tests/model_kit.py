@@ -25,7 +25,11 @@ from swiftfp8.plan import (
 
 
 def tiny_llama(
-    *, hidden: int = 128, layers: int = 2, dtype: torch.dtype = torch.float32
+    *,
+    hidden: int = 128,
+    layers: int = 2,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
 ) -> PreTrainedModel:
     """Llama with grouped-query attention; random weights of the usual spread, seeded."""
     torch.manual_seed(0)
@@ -37,7 +41,7 @@ def tiny_llama(
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
     )
     return LlamaForCausalLM(config).to(dtype)
 

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from model_kit import tiny_llama
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = ((5, 90, 33), (64, 1, 63))
 
 
-def model(attention: str) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=attention,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).cuda().train()
-
-
 def gradients(attention: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of two packed sequences of 128 tokens."""
-    made = model(attention)
+    made = tiny_llama(attention=attention).cuda().train()
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 256, (2, 128), generator=generator)
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
     labels = ids.masked_fill(positions == 0, -100)
     batch = {"input_ids": ids, "position_ids": positions, "labels": labels}
-    loss = made(**{key: value.cuda() for key, value in batch.items()}).loss
+    loss = made(**{key: value.cuda() for key, value in batch.items()}, use_cache=False).loss
     loss.backward()
     return loss.item(), {name: p.grad for name, p in made.named_parameters()}
 
