@@ -8,6 +8,7 @@ place in the stream; that of the last one trained is what a checkpoint keeps.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from swiftfp8.data.chat import RowEncoder, TokenizeSettings
 from swiftfp8.data.files import BadPlace
 from swiftfp8.data.lengths import Pair
 from swiftfp8.data.packing import PackedRows, pack_rows
-from swiftfp8.data.report import bad_rows_error
+from swiftfp8.data.report import bad_rows_error, count_reasons
 from swiftfp8.data.stream_blocks import Block, BlockReader, Position
 from swiftfp8.data.token_rows import TokenRows
 from swiftfp8.errors import SwiftFP8Error
@@ -69,18 +70,21 @@ class Stream(IterableDataset[Sample]):
         self._reader.go_to(self._start)
         maker = _BlockMaker(self._config, self._tokenizer, self._settings)
         skipped = self._start.taken
+        left_out = Counter(self._start.left_out)
         with ThreadPoolExecutor(1) as ahead:
             following = ahead.submit(maker.make, self._reader)
             while True:
                 try:
-                    begins, rows, order = following.result()
+                    begins, rows, order, lost = following.result()
                 except SwiftFP8Error as error:
                     yield {ERROR: error}
                     return
                 following = ahead.submit(maker.make, self._reader)
                 left = [] if rows is None else rows.__getitems__(order[skipped:])
+                if not skipped:  # else the place that was gone to counts them
+                    left_out.update(lost)
                 for taken, row in enumerate(left, start=skipped + 1):
-                    yield {**row, PLACE: replace(begins, taken=taken)}
+                    yield {**row, PLACE: replace(begins, taken=taken, left_out=dict(left_out))}
                 skipped = 0
 
 
@@ -95,30 +99,34 @@ class _BlockMaker:
 
     def make(
         self, reader: BlockReader
-    ) -> tuple[Position, TokenRows | PackedRows | None, np.ndarray]:
-        """The next block: where it begins, its rows or packs, and their order."""
+    ) -> tuple[Position, TokenRows | PackedRows | None, np.ndarray, Counter[str]]:
+        """The next block: where it begins, its rows or packs, their order, and what is left out."""
         config = self._config
         block = reader.next_block(config.data.shuffle_buffer)
-        rows = self._tokenized(block)
+        rows, lost = self._tokenized(block)
         self._require_rows(block, rows)
         if rows is None:
-            return block.begins, None, np.empty(0, dtype=np.int64)
+            return block.begins, None, np.empty(0, dtype=np.int64), lost
         rng = np.random.default_rng([*block.begins.seed(config.seed), 1])
         shuffle = config.data.shuffle
         made: TokenRows | PackedRows = rows
         if config.packing:
             seed = int(rng.integers(2**31))
             made = pack_rows(rows, config.max_length, seed=seed, shuffle=shuffle)
-        return block.begins, made, rng.permutation(len(made)) if shuffle else np.arange(len(made))
+        order = rng.permutation(len(made)) if shuffle else np.arange(len(made))
+        return block.begins, made, order, lost
 
-    def _tokenized(self, block: Block) -> TokenRows | None:
+    def _tokenized(self, block: Block) -> tuple[TokenRows | None, Counter[str]]:
         pairs: list[Pair] = []
         bad = list(block.bad)
+        lost: Counter[str] = Counter()
         for done in self._encoder.tokenize(block.examples):
             pairs += done.fitted.pairs
             bad += done.bad
+            lost.update(done.fitted.dropped)
         self._settle(bad, len(block.examples) + len(block.bad))
-        return TokenRows.of(pairs) if pairs else None
+        lost.update(count_reasons(bad))
+        return (TokenRows.of(pairs) if pairs else None), lost
 
     def _settle(self, bad: Sequence[BadPlace], rows: int) -> None:
         if bad and self._config.data.on_bad_row == "error":

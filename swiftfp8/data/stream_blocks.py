@@ -8,8 +8,8 @@ stream is a handful of numbers, and a run that resumes makes one block again, no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +30,8 @@ _DRAWN = 4096  # entries at once
 class Position:
     """Where a block begins, and how many of its samples were taken.
 
-    `places` and `done` are of each entry: how far it was read, and whether to its end.
+    `places` and `done` are of each entry: how far it was read, and whether to its end. `left_out`
+    says how many rows gave no sample, by reason, this block's included once a sample is taken.
     """
 
     places: tuple[Place, ...]
@@ -38,6 +39,7 @@ class Position:
     turn: int = 0  # passes over the data before
     block: int = 0
     taken: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def at(cls, places: Sequence[Place], turn: int = 0) -> Position:

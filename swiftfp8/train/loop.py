@@ -34,6 +34,7 @@ from swiftfp8.train.keeping import KeepingTrainer
 from swiftfp8.train.objectives import Sums, finish, merge
 from swiftfp8.train.run_place import resume_command
 from swiftfp8.train.session import Session
+from swiftfp8.train.signals import WorkerDeaths
 
 _AUTOCAST = {"bf16": torch.bfloat16}
 
@@ -42,6 +43,7 @@ class FP8Trainer(KeepingTrainer):
     """transformers.Trainer under a precision plan."""
 
     def __init__(self, session: Session, **kwargs: Any) -> None:
+        self.worker_deaths = WorkerDeaths()
         self._micro_batches: list[Any] = []
         self._step_loss: torch.Tensor | None = None
         self._step_tokens: torch.Tensor | int = 0
@@ -106,7 +108,7 @@ class FP8Trainer(KeepingTrainer):
         arriving = map(self._arrived, epoch_iterator)
         trained = self._place
         try:
-            with self.session.meter.waiting():
+            with self.worker_deaths.heard(), self.session.meter.waiting():
                 batches, _ = super().get_batch_samples(arriving, num_batches, device)
         except Exception as error:
             self._place = trained  # micro-batches that did arrive are not trained

@@ -1,10 +1,15 @@
-"""Ctrl-C and SIGTERM ask a run to finish its step and save; a second Ctrl-C ends it at once."""
+"""Ctrl-C and SIGTERM ask a run to finish its step and save; a second Ctrl-C ends it at once.
+
+The death of a process that prepares rows waits for the end of the step too.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -39,6 +44,42 @@ class StopRequest:
             return
         self.requested = True
         os.write(2, _MESSAGE)  # a handler may interrupt any print: no buffered stream here
+
+
+class WorkerDeaths:
+    """Keeps PyTorch's handler of SIGCHLD from raising in the middle of a step.
+
+    That handler says which loader process died, wherever the program is; but only between steps
+    can what was trained be saved. So between the uses of `heard` the signal is noted alone.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = None  # PyTorch's, while it is held back
+        self._noted = False
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Raise what was held back, and what comes; hold back what follows."""
+        self.release()
+        if self._noted:
+            self._noted = False
+            signal.raise_signal(signal.SIGCHLD)
+        try:
+            yield
+        finally:
+            handler = signal.getsignal(signal.SIGCHLD)
+            if callable(handler) and threading.current_thread() is threading.main_thread():
+                self._handler = handler
+                signal.signal(signal.SIGCHLD, self._note)
+
+    def release(self) -> None:
+        """Give PyTorch's handler its place again."""
+        if self._handler is not None:
+            signal.signal(signal.SIGCHLD, self._handler)
+            self._handler = None
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self._noted = True
 
 
 def ignore_interrupts() -> None:

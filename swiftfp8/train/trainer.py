@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +59,8 @@ class TrainResult:
     `metrics` are the last evaluation's, by the log's names (`eval_accuracy`), without its loss.
     `steps` are optimizer steps in all, those before a resume included. `tokens_per_second` and
     `seconds_per_step` leave warm-up, evaluation and saving out. `interrupted`: a signal ended the
-    run early, after saving.
+    run early, after saving. `left_out`: rows of a stream that gave nothing to train on, by reason,
+    in all sessions and passes; of other data the report before training says it.
     """
 
     run_dir: Path
@@ -75,6 +75,7 @@ class TrainResult:
     peak_memory_gib: float
     interrupted: bool
     metrics: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
 
 
 def run_training(
@@ -162,6 +163,9 @@ def run_training(
         else:
             start.accept(session)
         result = _result(session, meter)
+        if result.left_out:
+            reasons = ", ".join(f"{n:,} x {reason}" for reason, n in result.left_out.items())
+            display.note(f"rows left out of the stream: {reasons}")
         if stop.requested:
             display.note(f"interrupted at step {result.steps}, a checkpoint is saved; go on with:")
             display.note(f"  {resume_command(run_dir)}")
@@ -324,6 +328,7 @@ def _train(
     except Exception as error:
         raise broken_off(error, trainer.state.global_step, session.run_dir) from error
     finally:
+        trainer.worker_deaths.release()
         transformers.logging.set_verbosity(verbosity)
 
 
@@ -373,10 +378,11 @@ def _result(session: Session, meter: Meter) -> TrainResult:
         if "eval_loss" in line
     ]
     last = store.newest_checkpoint(session.run_dir)
+    manifest = store.read_manifest(last) if last else {"step": 0, "data": {}}
     best = session.run_dir / "best"
     return TrainResult(
         run_dir=session.run_dir,
-        steps=json.loads((last / "swiftfp8.json").read_text())["step"] if last else 0,
+        steps=manifest["step"],
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         eval_loss=evaluations[-1] if evaluations else None,
@@ -387,4 +393,5 @@ def _result(session: Session, meter: Meter) -> TrainResult:
         peak_memory_gib=peak_memory_gib(cuda=session.plan.device == "cuda"),
         interrupted=session.stop.requested,
         metrics={k: v for k, v in metrics[-1].items() if k != "eval_loss"} if metrics else {},
+        left_out=(manifest["data"].get(STREAM) or {}).get("left_out", {}),
     )

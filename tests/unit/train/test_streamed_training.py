@@ -172,6 +172,30 @@ def test_a_killed_reader_saves_the_steps_before_and_hints_at_memory(
     assert "data.shuffle_buffer" in caught.value.fix and "checkpoint-3" in caught.value.fix
 
 
+def test_a_reader_killed_in_mid_step_lets_the_step_end_and_saves_it(
+    tmp_path, path, tokenizer, monkeypatch
+):
+    step_done = metrics.Meter.step_done
+
+    def kill(self, *args, **kwargs):
+        step_done(self, *args, **kwargs)
+        if self._session_steps == 3:
+            (reader,) = multiprocessing.active_children()
+            reader.kill()
+            time.sleep(1)  # or until the signal of its death came
+
+    run(tmp_path / "whole", job(path), tokenizer)
+    handler = signal.getsignal(signal.SIGCHLD)
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics.Meter, "step_done", kill)
+        with pytest.raises(RunFailed, match=r"no memory left .*killed by signal") as caught:
+            run(tmp_path / "run", job(path), tokenizer)
+    assert "checkpoint-3; resume with" in caught.value.fix
+    assert signal.getsignal(signal.SIGCHLD) == handler, "PyTorch's is in its place again"
+    run(tmp_path / "run", job(path), tokenizer, tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
 def test_ctrl_c_saves_the_place(tmp_path, path, tokenizer, monkeypatch):
     config = job(path)
     run(tmp_path / "whole", config, tokenizer)
@@ -189,6 +213,26 @@ def test_ctrl_c_saves_the_place(tmp_path, path, tokenizer, monkeypatch):
     run(tmp_path / "run", config, tokenizer, tmp_path / "run")
     losses = [line["loss"] for line in curve(tmp_path / "whole") if line["loss"] is not None]
     assert [x["loss"] for x in curve(tmp_path / "run") if x["loss"] is not None] == losses
+
+
+def test_rows_left_out_are_counted_once_however_often_the_run_is_resumed(tmp_path, path, tokenizer):
+    rows = path.read_text().splitlines(keepends=True)
+    long = json.dumps({"instruction": "q", "output": "far too long " * 99}) + "\n"
+    path.write_text(
+        "".join([*rows[:30], "{\n", '{"a": 1}\n', *rows[30:50], long, "{\n", *rows[50:]])
+    )
+    skip = {"on_bad_row": "skip", "truncation": "delete"}
+    config = job(path, data=skip, max_steps=20, save_steps=2)
+    whole, shown = run(tmp_path / "whole", config, tokenizer)
+    counted = json.loads((tmp_path / "whole" / "result.json").read_text())["left_out"]
+    assert counted == whole.left_out and sum(counted.values()) > 4, "two passes over four rows"
+    assert counted["longer than max_length=64"] == 1
+    for reason, number in counted.items():
+        assert f"{number} x {reason}" in " ".join(shown.split())
+    for step in (2, 8, 14):  # in the first block, and in blocks with and behind those rows
+        start = tmp_path / "whole" / f"checkpoint-{step}"
+        resumed, _ = run(tmp_path / f"from-{step}", config, tokenizer, start)
+        assert resumed.left_out == counted
 
 
 def test_a_relative_path_is_the_file_that_resolved_yaml_names(path, monkeypatch):
