@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -31,10 +31,12 @@ from swiftfp8.requests import (
     InferRequest,
     VerifyRequest,
 )
+from swiftfp8.steps import describe_steps, size_steps, warn_of_warm_up
 from swiftfp8.tasks import REWARD_HEAD, Head, read_task_file
 
 if TYPE_CHECKING:
     from swiftfp8.bench import BenchRequest, Row
+    from swiftfp8.data.dataset import Datasets
     from swiftfp8.evaluate import Evaluation
     from swiftfp8.export.report import ExportReport
     from swiftfp8.export.request import ExportJob
@@ -69,20 +71,24 @@ def dry_run(composed: Composed, *, console: Console | None = None) -> Plan:
     """What `train` would do, printed, and its rows read and checked. Nothing is loaded or made."""
     console = console or Console()
     with sources_named(composed):
-        _, made = _prepare(composed.config)
+        config = composed.config
+        source, made = _prepare(config)
         print_plan(made, console)
-        _print_lines(console, [_schedule(composed.config)])
-        check_rows(composed, console=console)
+        _print_lines(console, [describe_steps(config)])
+        if config.train.tokens_per_step and _all_here(config):  # the rows' lengths tell the steps
+            _, datasets = _read_rows(config, source, made)
+            _print_lines(console, ["", *datasets.report.summary_lines()])
+            size_steps(config, datasets, console)
+        elif (rows := check_rows(composed, console=console)) is not None:
+            warn_of_warm_up(config, rows, console)
     return made
 
 
 def _train(composed: Composed, console: Console, *, warmup_steps: int, saves: bool) -> TrainResult:
     from transformers import set_seed
 
-    from swiftfp8.data.dataset import load_datasets
     from swiftfp8.inject import inject_precision
-    from swiftfp8.models.load import load_model, load_tokenizer
-    from swiftfp8.train.arguments import with_tokens_per_step
+    from swiftfp8.models.load import load_model
     from swiftfp8.train.checkpoint import find_resume
     from swiftfp8.train.run_dir import start_run
     from swiftfp8.train.trainer import run_training
@@ -95,15 +101,9 @@ def _train(composed: Composed, console: Console, *, warmup_steps: int, saves: bo
     print_plan(made, console)
     _set_threads(made)
 
-    tokenizer = load_tokenizer(source, config.template, config.trust_remote_code)
-    datasets = load_datasets(
-        config, tokenizer, made.fp8_token_multiple, head=made.head, pooling=made.pooling
-    )
+    tokenizer, datasets = _read_rows(config, source, made)
     _print_lines(console, datasets.report.summary_lines())
-    if config.train.tokens_per_step:
-        tokens, rows = datasets.report.train.tokens, len(datasets.train)
-        config, said = with_tokens_per_step(config, tokens, rows)
-        _print_lines(console, [said])
+    config = size_steps(config, datasets, console)
 
     run_dir = start_run(
         composed, source.name, plan=plan_to_dict(made), precision_report=precision_report(made)
@@ -146,11 +146,16 @@ def plan(
     return made
 
 
-def check_rows(composed: Composed, *, console: Console | None = None) -> None:
-    """Read and check the rows as `train` would, without tokenizing them, and print their number."""
+def check_rows(composed: Composed, *, console: Console | None = None) -> int | None:
+    """Read and check the rows as `train` would, without tokenizing them, and print their number.
+
+    Returns how many are trained on, where that can be told without tokenizing.
+    """
     from swiftfp8.data.dataset import check_rows as stage
 
-    _print_lines(console or Console(), ["", *stage(composed.config)])
+    found = stage(composed.config)
+    _print_lines(console or Console(), ["", *found.lines])
+    return found.train_rows
 
 
 def export(request: ExportRequest, *, console: Console | None = None) -> ExportReport:
@@ -351,15 +356,21 @@ def _prepare(config: Config) -> tuple[ModelSource, Plan]:
     return source, made
 
 
-def _schedule(config: Config) -> str:
-    """How long a run trains, in steps of what size, and how fast it learns."""
-    length = f"{config.max_steps} step(s)" if config.max_steps > 0 else ""
-    length = length or f"{config.num_train_epochs:g} epoch(s) in steps"
-    size = f"{config.per_device_train_batch_size} x {config.gradient_accumulation_steps} rows"
-    if config.train.tokens_per_step:
-        size = f"about {config.train.tokens_per_step} tokens"
-    rate = "auto" if config.learning_rate is None else f"{config.learning_rate:g}"
-    return f"training: {length} of {size}, learning rate {rate} ({config.optim.lr_scheduler_type})"
+def _read_rows(config: Config, source: ModelSource, made: Plan) -> tuple[Any, Datasets]:
+    """The tokenizer and the rows in its tokens."""
+    from swiftfp8.data.dataset import load_datasets
+    from swiftfp8.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(source, config.template, config.trust_remote_code)
+    return tokenizer, load_datasets(
+        config, tokenizer, made.fp8_token_multiple, head=made.head, pooling=made.pooling
+    )
+
+
+def _all_here(config: Config) -> bool:
+    from swiftfp8.data.sources import entry_files
+
+    return all(entry_files(entry) for entry in (*config.dataset, *config.val_dataset))
 
 
 def _plan(config: Config, hardware: Hardware) -> tuple[ModelSource, Plan]:

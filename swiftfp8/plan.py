@@ -76,6 +76,7 @@ from swiftfp8.tuning import (
     saved_modules,
     tuning_notes,
     tuning_problems,
+    warm_up_warning,
 )
 
 if TYPE_CHECKING:
@@ -302,8 +303,15 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
             *length_notes(config, meta),
             *general_notes(config, granted),
         ),
-        warnings=tuple(memory_warnings(memory, checkpointing)),
+        warnings=(*memory_warnings(memory, checkpointing), *_warm_up_warnings(config)),
     )
+
+
+def _warm_up_warnings(config: Config) -> list[str]:
+    """Where the number of steps is given; of epochs the rows tell it."""
+    steps = config.max_steps
+    said = warm_up_warning(config, steps, f"max_steps={steps}") if steps > 0 else None
+    return [said] if said else []
 
 
 def _lora_plan(

@@ -6,6 +6,7 @@ that fits the end of a module's name, at a dot; the first that fits counts.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -39,6 +40,25 @@ def pick_learning_rate(config: Config, *, fp8: bool) -> float:
         return config.learning_rate
     base = LORA_RATE if config.tuner == "lora" else FULL_RATE
     return base * (config.optim.fp8_lr_scale if fp8 else 1.0)
+
+
+def warm_up_steps(config: Config, steps: int) -> int:
+    """How many of a run's first steps warm up; the first of them has learning rate 0."""
+    constant = config.optim.lr_scheduler_type == "constant"
+    return 0 if constant else math.ceil(config.warmup_ratio * steps)
+
+
+def warm_up_warning(config: Config, steps: int, given: str) -> str | None:
+    """What becomes of a run that ends before warm-up does; `given` says where `steps` come from."""
+    warm = warm_up_steps(config, steps)
+    if warm < steps or not warm:
+        return None
+    rate = f"the last at {(steps - 1) / warm:.0%} of learning_rate"
+    became = "at learning rate 0: nothing is learnt" if steps == 1 else rate
+    return (
+        f"{given}, and all of that is warm-up (warmup_ratio={config.warmup_ratio:g}), {became}; "
+        "train for more steps, or set warmup_ratio=0"
+    )
 
 
 def accumulates(config: Config) -> bool:

@@ -118,13 +118,22 @@ def _stream(config: Config, tokenizer: Any, token_multiple: int) -> Datasets:
     )
 
 
-def check_rows(config: Config) -> list[str]:
-    """Read and check the rows that lie on this disk; what was found, in lines to print.
+@dataclass(frozen=True, kw_only=True)
+class CheckedRows:
+    """What was found, in lines to print; `train_rows` None where the rows tell no number yet."""
+
+    lines: list[str]
+    train_rows: int | None
+
+
+def check_rows(config: Config) -> CheckedRows:
+    """Read and check the rows that lie on this disk.
 
     Raises what `load_datasets` raises before it tokenizes: bad rows with file and line.
     """
     check_shares(config)
     lines: list[str] = []
+    train_rows = None
     for key, entries in (("dataset", config.dataset), ("val_dataset", config.val_dataset)):
         streamed = config.data.streaming and key == "dataset"
         here = [entry for entry in entries if streamed or entry_files(entry) is not None]
@@ -133,8 +142,21 @@ def check_rows(config: Config) -> list[str]:
             of = f"the first {rows.total:,}" if streamed else f"{rows.total:,}"
             lines.append(f"{key}: {len(rows.examples):,} rows can be used, of {of}")
             lines += [source.line() for source in rows.sources]
+            if key == "dataset" and not streamed and len(here) == len(entries):
+                train_rows = _rows_alike(len(rows.examples), config)
         lines += [f"{key}: '{e}' lies on a hub, it was not read" for e in entries if e not in here]
-    return [*lines, "not tokenized: swiftfp8 data inspect shows lengths and what is trained"]
+    lines.append("not tokenized: swiftfp8 data inspect shows lengths and what is trained")
+    return CheckedRows(lines=lines, train_rows=train_rows)
+
+
+def _rows_alike(examples: int, config: Config) -> int | None:
+    """Rows that are trained on, where each example becomes one, or none by its length."""
+    data = config.data
+    several = config.packing or config.task == "pretrain" or data.truncation == "split"
+    if several or data.interleave_prob:
+        return None
+    held = 0 if config.val_dataset else _held_out(examples, config.split_dataset_ratio)
+    return examples - held
 
 
 def _tokenized(
@@ -232,7 +254,7 @@ def _convert(entries: Sequence[str], config: Config, key: str) -> Converted:
 def _split(rows: Converted, ratio: float, seed: int) -> tuple[Converted, Converted]:
     """Set aside a share of the rows, drawn by `seed`; both parts keep the rows' order."""
     count = len(rows.examples)
-    aside = min(max(1, round(count * ratio)), count - 1)
+    aside = _held_out(count, ratio)
     if aside < 1:
         raise SwiftFP8Error(
             f"{count} row can't be split into training and evaluation",
@@ -246,3 +268,7 @@ def _split(rows: Converted, ratio: float, seed: int) -> tuple[Converted, Convert
         Converted(examples=kept, sources=rows.sources, bad=rows.bad, total=rows.total),
         Converted(examples=held, sources=(), bad=[], total=len(held)),
     )
+
+
+def _held_out(count: int, ratio: float) -> int:
+    return min(max(1, round(count * ratio)), count - 1) if ratio > 0 else 0

@@ -49,7 +49,12 @@ def print_plan(plan: Plan, console: Console) -> None:
     for note in plan.notes:
         console.print(Padding(Text(f"note: {note}"), (0, 0, 0, 2)))
     for warning in plan.warnings:
-        console.print(_warning(warning))
+        print_warning(warning, console)
+
+
+def print_warning(said: str, console: Console) -> None:
+    """Print a sentence that should not be missed."""
+    console.print(_warning(said))
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from swiftfp8.config.schema import Config
 from swiftfp8.plan import Plan
-from swiftfp8.tuning import pick_learning_rate
+from swiftfp8.tuning import pick_learning_rate, warm_up_steps
 
 OWN_OPTIMIZERS = ("lion", "muon")
 
@@ -53,7 +53,7 @@ def training_arguments(
         lr_scheduler_type=optim.lr_scheduler_type,
         lr_scheduler_kwargs=shape,
         # A whole number: a share of 1.0 would be read as one step.
-        warmup_steps=math.ceil(config.warmup_ratio * total_steps),
+        warmup_steps=warm_up_steps(config, total_steps),
         # Infinity measures the norm without clipping.
         max_grad_norm=config.max_grad_norm or math.inf,
         fp16=plan.compute_dtype == "fp16",
@@ -94,6 +94,8 @@ def with_tokens_per_step(config: Config, tokens: int, rows: int) -> tuple[Config
         f"train.tokens_per_step={wanted}: {count} micro-batches of {batch} rows a step, about "
         f"{count * batch * mean:,.0f} tokens ({mean:,.0f} a row)"
     )
+    if wanted > tokens:
+        line += f"; that is more than the {tokens:,} of all rows, so a pass over them is one step"
     if count == 1 and batch * mean > 1.5 * wanted:
         line += "; a smaller per_device_train_batch_size comes nearer"
     return replace(config, gradient_accumulation_steps=count), line

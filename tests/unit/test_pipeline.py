@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +48,33 @@ def test_all_that_is_in_the_way_is_told_at_once_with_its_source(folder: Path, st
         "taken",
         "thesis.tex",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["train.tokens_per_step=900000"],
+            r"that is more than the [\d,]+ of all rows.*give 1 step",
+        ),
+        (["per_device_train_batch_size=8"], "6 rows, 1 time.s. in steps of 8 x 1 rows, give 1 st"),
+        (["per_device_train_batch_size=2"], None),
+        (["train.tokens_per_step=90", "per_device_train_batch_size=1"], None),
+    ],
+)
+def test_a_dry_run_warns_of_rows_that_give_one_step_of_rate_0(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str | None
+) -> None:
+    row = {"instruction": "what is it?", "output": "an answer of some words"}
+    Path("rows.jsonl").write_text(6 * f"{json.dumps(row)}\n")
+    recipe = ["dataset=[rows.jsonl]", "val_dataset=[]", "max_steps=-1", "num_train_epochs=1"]
+    options = [*recipe, "split_dataset_ratio=0", "gradient_accumulation_steps=1", *options]
+    pipeline.dry_run(compose_config("quickstart", options))
+    shown = " ".join(capsys.readouterr().out.split())
+    if said is None:
+        assert "warm-up" not in shown
+    else:
+        assert re.search(f"{said}.*learning rate 0: nothing is learnt", shown)
 
 
 def test_flash_attention_that_is_not_installed_is_told_by_its_key(

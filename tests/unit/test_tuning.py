@@ -112,6 +112,21 @@ def test_a_streams_first_rows_are_evaluations_that_can_end_a_run():
     assert "set val_dataset or data.eval_rows" in refusal(train=stop, **stream)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_steps": 1}, "max_steps=1, and all of that is warm-up (warmup_ratio=0.03), at learn"),
+        ({"max_steps": 4, "warmup_ratio": 1.0}, "the last at 75% of learning_rate"),
+        ({"max_steps": 1, "warmup_ratio": 0.0}, None),
+        ({"max_steps": 1, "optim": {"lr_scheduler_type": "constant"}}, None),
+        ({"max_steps": 2}, None),
+    ],
+)
+def test_a_run_that_ends_within_its_warm_up_is_warned_of(options, said):
+    warnings = " ".join(plan_for("h200", **options).warnings)
+    assert (said in warnings) if said else "warm-up" not in warnings
+
+
 def test_tokens_per_step_are_counted_as_accumulated_gradients():
     options = {"per_device_train_batch_size": 2, "max_length": 1024, "packing": True}
     plan = plan_for("h200", train={"tokens_per_step": 65536}, **options)

@@ -108,7 +108,9 @@ def test_rows_are_checked_without_tokenizing(write):
     skipping = Config(
         dataset=[path, "owner/name"], val_dataset="quickstart", data={"on_bad_row": "skip"}
     )
-    lines = check_rows(skipping)
+    found = check_rows(skipping)
+    assert found.train_rows is None, "not all entries were read"
+    lines = found.lines
     assert lines[0] == "dataset: 1 rows can be used, of 3"
     assert lines[1].startswith(f"  {path}: 3 rows, format alpaca")
     assert "dataset: 'owner/name' lies on a hub, it was not read" in lines

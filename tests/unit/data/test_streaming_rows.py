@@ -196,7 +196,7 @@ def test_looks_at_a_stream_are_at_its_first_rows(tokenizer, write, monkeypatch):
     path = write("a.jsonl", [*qa(300), "{"])
     monkeypatch.setattr("swiftfp8.data.streaming.HEAD", 30)
     config = config_of([path])
-    lines = check_rows(config)
+    lines = check_rows(config).lines
     assert lines[0] == "dataset: 30 rows can be used, of the first 30"
     found = inspect_datasets(config, tokenizer, sample=0, show=1).train
     assert (found.rows, found.total, len(found.bad)) == (30, 30, 0)
