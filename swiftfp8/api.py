@@ -39,7 +39,15 @@ class SftArguments:
         SwiftFP8Error: unknown or ill-typed arguments, all of them at once.
     """
 
-    def __init__(self, config: str | None = None, **arguments: Any) -> None:
+    def __init__(self, config: str | Path | None = None, **arguments: Any) -> None:
+        if config is not None and not isinstance(config, str | Path):
+            raise SwiftFP8Error(
+                f"a recipe is named by text or a path, not by {type(config).__name__}",
+                where=f"SftArguments({config!r})",
+                fix='name it first, and options by their keys: SftArguments("quickstart", '
+                "lora_rank=16)",
+            )
+        config = None if config is None else str(config)
         self._give(config, arguments)
 
     @property

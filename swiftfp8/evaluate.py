@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,11 @@ from rich.progress import track
 from rich.table import Table
 
 from swiftfp8.answer_metrics import METRICS, compare_answers
+from swiftfp8.config.fields import field_docs
 from swiftfp8.config.schema import Config
-from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.errors import SwiftFP8Error, raise_all
 from swiftfp8.infer import Sampling, generation_options, load_chat_tokenizer, load_for_chat
+from swiftfp8.requests import EvalRequest
 
 if TYPE_CHECKING:
     from swiftfp8.export.judge import Row
@@ -76,7 +79,8 @@ def evaluate(
     from swiftfp8.export.run_rows import read_run_rows
 
     console, sampling = console or Console(), sampling or Sampling()
-    found = read_run_rows(_answers_alone(config), model_dir, adapter_dir)
+    with _advice_of_this_command():
+        found = read_run_rows(_answers_alone(config), model_dir, adapter_dir)
     if found.missing is not None:
         raise SwiftFP8Error(
             f"there is nothing to ask: {found.missing}", where="dataset", fix="set dataset=<rows>"
@@ -160,6 +164,24 @@ def _writing(path: Path) -> Iterator[Path]:
             where=f"out={path}",
             fix="name a file in a folder that can be written",
         ) from error
+
+
+@contextmanager
+def _advice_of_this_command() -> Iterator[None]:
+    """Where reading rows advises a recipe's options, which are not taken here, advise ours."""
+    try:
+        yield
+    except SwiftFP8Error as error:
+        raise_all([_advised_here(one) for one in getattr(error, "problems", (error,))])
+
+
+def _advised_here(problem: SwiftFP8Error) -> SwiftFP8Error:
+    ours = {field.name for field in fields(EvalRequest)}
+    words = set(re.findall(r"[a-z_]+(?:\.[a-z_]+)*", problem.fix or ""))
+    if not words & (set(field_docs()) - ours):
+        return problem
+    fix = "correct the rows, or name others: dataset=<rows>"
+    return SwiftFP8Error(problem.what, where=problem.where, fix=fix)
 
 
 def rows_of(config: Config, entries: Sequence[str]) -> Config:

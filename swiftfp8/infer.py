@@ -244,6 +244,8 @@ def check_sampling(sampling: Sampling) -> None:
     """Refuse what can't be drawn."""
     if sampling.temperature < 0:
         raise SwiftFP8Error("temperature must not be negative", where="temperature")
+    if not 0 < sampling.top_p <= 1:
+        raise SwiftFP8Error("top_p must be above 0 and at most 1", where="top_p")
     if sampling.max_new_tokens < 1:
         raise SwiftFP8Error("max_new_tokens must be at least 1", where="max_new_tokens")
 

@@ -74,7 +74,7 @@ def dry_run(composed: Composed, *, console: Console | None = None) -> Plan:
         config = composed.config
         source, made = _prepare(config)
         print_plan(made, console)
-        _print_lines(console, [describe_steps(config)])
+        _print_lines(console, [*_name_note(config), describe_steps(config)])
         if config.train.tokens_per_step and _all_here(config):  # the rows' lengths tell the steps
             _, datasets = _read_rows(config, source, made)
             _print_lines(console, ["", *datasets.report.summary_lines()])
@@ -99,6 +99,7 @@ def _train(composed: Composed, console: Console, *, warmup_steps: int, saves: bo
         find_resume(Path(config.resume_from_checkpoint)) if config.resume_from_checkpoint else None
     )
     print_plan(made, console)
+    _print_lines(console, _name_note(config))
     _set_threads(made)
 
     tokenizer, datasets = _read_rows(config, source, made)
@@ -247,8 +248,10 @@ def evaluate(request: EvalRequest, *, console: Console | None = None) -> Evaluat
         seed=request.seed,
     )
     check_sampling(sampling)
-    if request.limit < 0 or request.batch_size < 1:
-        raise SwiftFP8Error("limit must not be negative, nor batch_size below 1", where="limit")
+    if request.limit < 0:
+        raise SwiftFP8Error("limit must not be negative; 0 asks all rows", where="limit")
+    if request.batch_size < 1:
+        raise SwiftFP8Error("batch_size must be at least 1", where="batch_size")
     if request.out is not None:
         stage.check_writable(Path(request.out))
     console = console or Console()
@@ -354,6 +357,13 @@ def _prepare(config: Config) -> tuple[ModelSource, Plan]:
     raise_all(problems)
     check_export_of_model(config, source.path)
     return source, made
+
+
+def _name_note(config: Config) -> list[str]:
+    from swiftfp8.train.run_place import unused_name
+
+    said = unused_name(config)
+    return [f"  note: {said}"] if said else []
 
 
 def _read_rows(config: Config, source: ModelSource, made: Plan) -> tuple[Any, Datasets]:

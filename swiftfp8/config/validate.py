@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import (
+    GrammarParseError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    UnsupportedValueType,
+)
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -48,7 +53,8 @@ def resolve(
     tree: Mapping[str, Any], provenance: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[SwiftFP8Error]]:
     """Fill in `${...}` references. Keys that can't be filled in are reported and left out."""
-    config, problems = OmegaConf.create(dict(tree)), []
+    problems: list[SwiftFP8Error] = []
+    config = _created(dict(tree), provenance, problems)
     while True:
         try:
             filled = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -61,6 +67,21 @@ def resolve(
                 return {}, problems
     assert isinstance(filled, dict)
     return {str(key): value for key, value in filled.items()}, problems
+
+
+def _created(
+    tree: dict[str, Any], provenance: Mapping[str, str], problems: list[SwiftFP8Error]
+) -> DictConfig:
+    """The tree without the keys that hold a broken `${` or a value that YAML has not."""
+    while True:
+        try:
+            return OmegaConf.create(tree)
+        except OmegaConfBaseException as error:
+            key = str(getattr(error, "full_key", None) or "")
+            problems.append(
+                _unresolved(key, error, _where(key.partition("[")[0], provenance, None))
+            )
+            del tree[key.partition("[")[0].partition(".")[0]]
 
 
 def validate(
@@ -86,6 +107,11 @@ def _unresolved(key: str, error: Exception, where: str | None) -> SwiftFP8Error:
     if isinstance(error, MissingMandatoryValue):
         return SwiftFP8Error(f"{key} must be given", where=where, fix=f"add {key}=...")
     what = f"{key}: {str(error).splitlines()[0]}"
+    if isinstance(error, UnsupportedValueType):
+        return SwiftFP8Error(what, where=where, fix="give a number, text, a list or a dict")
+    if isinstance(error, GrammarParseError):
+        what = f"{key}: ${{ begins a reference to another key, which does not end"
+        return SwiftFP8Error(what, where=where, fix="close it: ${key}; or leave ${ out")
     return SwiftFP8Error(what, where=where, fix="check the name between ${ and }")
 
 

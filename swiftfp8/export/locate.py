@@ -55,6 +55,12 @@ def _checkpoint(run_dir: Path, name: str | None) -> Path:
             if (run_dir / "resolved.yaml").is_file()
             else "give the directory that `swiftfp8 train` printed",
         )
+    if name in ("", ".", "..") or "/" in name:
+        raise SwiftFP8Error(
+            f"'{name}' is no name of a checkpoint within the run",
+            where=f"checkpoint={name}",
+            fix="give best, last or checkpoint-N; another run is named by run=<its directory>",
+        )
     if not (run_dir / name).is_dir():
         known = sorted(p.name for p in run_dir.iterdir() if p.is_dir() and p.name != "images")
         close = suggest(name, known)

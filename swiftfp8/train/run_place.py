@@ -19,6 +19,7 @@ from swiftfp8.train.checkpoint import clean_leftovers, find_resume, newest_check
 
 RESULT_FILE = "result.json"
 _LOCK_FILE = ".lock"
+_LONGEST_NAME = 240  # bytes; file systems take 255, a sweep's number included
 _held: dict[Path, int] = {}  # locks of this process, by directory
 
 
@@ -33,13 +34,12 @@ def check_run_directory(config: Any) -> None:
         if (run_dir / "resolved.yaml").is_file():
             _refuse_in_use(run_dir)
             return
+    _check_place(config)
     run_dir = Path(config.output_dir) / (config.run_name or "")
-    if config.run_name:
-        _check_name(config.run_name)
-        if run_dir.exists():
-            _refuse_occupied(run_dir)
-            _refuse_in_use(run_dir)
-            _refuse_trained(run_dir)
+    if config.run_name and run_dir.exists():
+        _refuse_occupied(run_dir)
+        _refuse_in_use(run_dir)
+        _refuse_trained(run_dir)
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise _no_directory(Path(config.output_dir), f"{there} is a file")
@@ -59,8 +59,7 @@ def choose_directory(config: Any, source_name: str, now: datetime) -> Path:
         if (run_dir / "resolved.yaml").is_file():  # else: a checkpoint copied out of its run
             _lock(run_dir)
             return run_dir
-    if config.run_name:
-        _check_name(config.run_name)
+    _check_place(config)
     try:
         parent.mkdir(parents=True, exist_ok=True)
         if config.run_name:
@@ -68,6 +67,19 @@ def choose_directory(config: Any, source_name: str, now: datetime) -> Path:
         return _stamped_directory(parent, f"{_slug(source_name)}-{config.task}-{now:%Y%m%d-%H%M%S}")
     except OSError as error:
         raise _no_directory(parent, error.strerror or str(error)) from error
+
+
+def unused_name(config: Any) -> str | None:
+    """What to say of a `run_name` that a resume, which goes on in its own directory, has not."""
+    if not (config.resume_from_checkpoint and config.run_name):
+        return None
+    run_dir = find_resume(Path(config.resume_from_checkpoint)).parent
+    if not (run_dir / "resolved.yaml").is_file() or run_dir.resolve().name == config.run_name:
+        return None
+    return (
+        f"run_name={config.run_name} is not used: the run goes on in its own directory, {run_dir}; "
+        "for a directory of its own, resume a copy of the checkpoint outside its run"
+    )
 
 
 def release_lock(run_dir: Path) -> None:
@@ -121,13 +133,34 @@ def _named_directory(run_dir: Path) -> Path:
     return run_dir
 
 
+def _check_place(config: Any) -> None:
+    """Refuse a name that no directory can have, and links to nothing on the way to it."""
+    name = config.run_name
+    if name is not None:
+        _check_name(name)
+    run_dir = Path(config.output_dir).absolute() / (name or "")
+    for folder in (run_dir, *run_dir.parents):
+        if folder.is_symlink() and not folder.exists():
+            raise SwiftFP8Error(
+                f"a link to what is not there: {os.readlink(folder)}",
+                where=str(folder),
+                fix="make the folder that it points to, or choose another run_name or output_dir",
+            )
+
+
 def _check_name(run_name: str) -> None:
-    if run_name == ".." or "/" in run_name:
-        raise SwiftFP8Error(
-            f"run_name '{run_name}' is no plain name",
-            where="run_name",
-            fix="name the run without / and set output_dir to its parent",
-        )
+    why, fix = None, "choose another, or leave it out: model, task and time name the run"
+    if not run_name.strip(" ."):
+        why = "is empty or made of dots"
+    elif "/" in run_name:
+        why, fix = "has a / in it", "name the run without / and set output_dir to its parent"
+    elif "${" in run_name or not run_name.isprintable():  # resolved.yaml could not be read again
+        why = "has ${ or a character in it that can't be shown"
+    elif len(os.fsencode(run_name)) > _LONGEST_NAME:
+        why = f"takes {len(os.fsencode(run_name))} bytes, and a name has at most {_LONGEST_NAME}"
+    if why is not None:
+        shown = run_name if len(run_name) < 60 else f"{run_name[:50]}..."
+        raise SwiftFP8Error(f"run_name '{shown}' {why}", where="run_name", fix=fix)
 
 
 def _refuse_occupied(run_dir: Path) -> None:

@@ -103,6 +103,31 @@ def test_what_can_not_be_asked_says_why(run, tmp_path):
         evaluate(read_resolved(run), *locate_run(run))
 
 
+def test_advice_names_what_eval_takes(run, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"instruction": "q", "output": "a"}\n{\n')
+    strange = write_rows(tmp_path / "strange.jsonl", [{"a": 1}])
+    wide = tmp_path / "wide.jsonl"
+    wide.write_text('{"instruction": "q", "output": "a"}\n', encoding="utf-16")
+    for path in (broken, strange):
+        with pytest.raises(SwiftFP8Error) as caught:
+            ask(run=str(run), dataset=str(path))
+        assert caught.value.fix == "correct the rows, or name others: dataset=<rows>"
+        assert str(path) in caught.value.where
+    with pytest.raises(SwiftFP8Error, match="not UTF-8") as caught:
+        ask(run=str(run), dataset=str(wide))
+    assert "iconv" in caught.value.fix, "what helps here too is left as it is"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("limit", -1), ("batch_size", 0), ("top_p", 0.0), ("top_p", 1.5)]
+)
+def test_a_number_out_of_range_is_told_by_its_name(run, option, value):
+    with pytest.raises(SwiftFP8Error, match=f"^{option} must") as caught:
+        ask(run=str(run), **{option: value})
+    assert caught.value.where == option
+
+
 def test_a_classifier_has_metrics_of_its_own(tmp_path):
     brief = {"dtype": "fp32", "max_steps": 1, "train": {"save_steps": 0}}
     result, _ = run_task(

@@ -52,6 +52,21 @@ def test_mistakes_are_told_at_once() -> None:
         Trainer(SftArguments(dataset="quickstart"))
 
 
+@pytest.mark.parametrize("recipe", [5, b"quickstart", {"lora_rank": 8}, ["quickstart"]])
+def test_a_recipe_is_a_name_or_a_path(recipe: Any) -> None:
+    with pytest.raises(SwiftFP8Error, match="a recipe is named by text or a path") as caught:
+        SftArguments(recipe)
+    assert 'SftArguments("quickstart", lora_rank=16)' in (caught.value.fix or "")
+    assert SftArguments(Path("quickstart")).config.max_length == 256
+
+
+def test_a_value_that_no_file_could_hold_is_told_by_its_key() -> None:
+    with pytest.raises(SwiftFP8Error, match="lora_rank") as caught:
+        SftArguments(lora_rank=object(), max_length=object())
+    assert "give a number, text, a list or a dict" in str(caught.value)
+    assert "max_length" in str(caught.value)
+
+
 def test_an_argument_that_is_changed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 

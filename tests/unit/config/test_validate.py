@@ -106,6 +106,7 @@ def test_the_key_that_was_meant(key: str, meant: str) -> None:
             "the checkpoint to resume from does not exist: output/nope",
         ),
         ("run_name=${nope}", "run_name: Interpolation key 'nope' not found"),
+        ("run_name=a${b", "run_name: ${ begins a reference to another key, which does not end"),
         ("run_name=???", "run_name must be given"),
         ("model_type=qwen9", "unknown model_type 'qwen9'"),
         ("dataset=quikstart", "unknown dataset 'quikstart'"),

@@ -49,6 +49,11 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(SwiftFP8Error) as caught:
         locate_run(run, "checkpoint-21")
     assert caught.value.fix == "did you mean checkpoint-20?"
+    (tmp_path / "other").mkdir()
+    for name in ("../other", str(run / "checkpoint-20"), "..", "."):
+        with pytest.raises(SwiftFP8Error, match="no name of a checkpoint within the run") as caught:
+            locate_run(run, name)
+        assert caught.value.where == f"checkpoint={name}"
     (run / "best").unlink()
     (run / "last").unlink()
     with pytest.raises(SwiftFP8Error, match="no checkpoint yet"):

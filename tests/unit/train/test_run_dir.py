@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -22,7 +24,7 @@ from swiftfp8.train.run_dir import (
     release_run,
     start_run,
 )
-from swiftfp8.train.run_place import check_run_directory, resume_command
+from swiftfp8.train.run_place import check_run_directory, resume_command, unused_name
 
 NOW = datetime(2024, 5, 6, 7, 8, 9)
 
@@ -109,12 +111,55 @@ def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path):
     assert [path.name for path in other.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", ".."])
-def test_a_run_stays_in_its_output_directory(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("../x", "has a / in it"),
+        ("a/b", "has a / in it"),
+        ("..", "made of dots"),
+        ("", "is empty"),
+        (" ", "is empty"),
+        ("a" * 300, "takes 300 bytes"),
+        ("ä" * 150, "takes 300 bytes"),
+        ("a${b", "has ${"),
+        ("a\0b", "can't be shown"),
+    ],
+)
+@pytest.mark.parametrize("begins", [start_run, lambda config, _: check_run_directory(config)])
+def test_a_name_that_no_directory_can_have_is_refused(tmp_path, begins, name, why):
+    (tmp_path / "output").mkdir()
     config = make_config(output_dir=str(tmp_path / "output"), run_name=name)
-    with pytest.raises(SwiftFP8Error, match="no plain name"):
-        start_run(config, "tiny")
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(SwiftFP8Error, match=re.escape(why)) as caught:
+        begins(config, "tiny")
+    assert (caught.value.where, caught.value.exit_code) == ("run_name", 2) and caught.value.fix
+    assert not list((tmp_path / "output").iterdir())
+
+
+@pytest.mark.parametrize("begins", [start_run, lambda config, _: check_run_directory(config)])
+def test_a_link_to_nothing_is_no_run_directory(tmp_path, begins):
+    (tmp_path / "link").symlink_to("gone")
+    for options in (
+        {"output_dir": str(tmp_path), "run_name": "link"},
+        {"output_dir": str(tmp_path / "link" / "below"), "run_name": None},
+    ):
+        with pytest.raises(SwiftFP8Error, match="a link to what is not there: gone") as caught:
+            begins(make_config(**options), "tiny")
+        assert caught.value.where == str(tmp_path / "link")
+
+
+def test_a_resume_says_that_another_name_is_not_used(tmp_path):
+    run_dir = begin(tmp_path, run_name="mine")
+    checkpoint = save(run_dir, 1)
+    for resume in (run_dir, run_dir / "last", checkpoint):
+        options = {"output_dir": str(tmp_path), "resume_from_checkpoint": str(resume)}
+        said = unused_name(make_config(run_name="other", **options))
+        assert said is not None and "run_name=other is not used" in said and str(run_dir) in said
+        assert unused_name(make_config(run_name="mine", **options)) is None
+        assert unused_name(make_config(**options)) is None
+    alone = tmp_path / "alone" / "checkpoint-1"
+    shutil.copytree(checkpoint, alone)
+    options = {"output_dir": str(tmp_path), "resume_from_checkpoint": str(alone)}
+    assert unused_name(make_config(run_name="other", **options)) is None
 
 
 def test_what_would_be_refused_is_known_before_anything_is_made(tmp_path):
