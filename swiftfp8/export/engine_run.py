@@ -25,8 +25,8 @@ from typing import Any
 
 from swiftfp8.errors import SwiftFP8Error
 
-BLOCK_LIMIT = 0.02  # where a scale covers a block, or nothing is quantized
-CHANNEL_LIMIT = 0.1  # where activations are rounded by token
+WEIGHT_LIMIT = 0.02  # where the engine multiplies in BF16
+ROUNDED_LIMIT = 0.1  # where it rounds activations to FP8, or may
 _TIMEOUT = 3600.0  # seconds
 _PROMPT_TOKENS = 64
 _CPU_TOKENS = 128  # of all prompts together
@@ -40,6 +40,7 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_USE_RUST_FRONTEND": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",  # compile what runs, not what may be asked for later
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -155,9 +156,15 @@ def find_engine(python: str | None) -> Engine | str:
     )
 
 
-def limit_for(format_name: str) -> float:
-    """The largest mean |dlogp| that is sound for a format."""
-    return BLOCK_LIMIT if format_name in ("fp8_block", "bf16") else CHANNEL_LIMIT
+def limit_for(engine: Engine, format_name: str) -> float:
+    """The largest mean |dlogp| that is sound for a format in an engine.
+
+    Rounding the reference's activations too does not bring the two closer: values near a tie fall
+    on the other side in BF16, and a random tiny model then differs by 0.04 to 0.07, by as much as
+    from one that rounds nothing.
+    """
+    exact = format_name == "bf16" or (format_name == "fp8_block" and engine.device == "cpu")
+    return WEIGHT_LIMIT if exact else ROUNDED_LIMIT
 
 
 def run_engine(

@@ -339,7 +339,7 @@ def _in_engine(
         if settings.smoke == "require":
             raise RunFailed(f"{why}; the export was not kept", where="export.smoke") from error
         return replace(judgement, not_checked={**judgement.not_checked, ENGINE: why})
-    limit = limit_for(layout.format) + run.bf16_floor
+    limit = limit_for(engine, layout.format) + run.bf16_floor
     verdict = at_most(DLOGP, run.mean_difference, limit)
     if settings.smoke == "require" and not verdict.passed:
         raise RunFailed(

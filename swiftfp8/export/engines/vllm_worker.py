@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+_CACHE_BYTES = 1 << 30  # as VLLM_CPU_KVCACHE_SPACE on a CPU
+
 
 def main() -> None:
     """Probe or run."""
@@ -60,7 +62,7 @@ def token_logp(job: dict[str, Any]) -> list[list[float]]:
         dtype="bfloat16",
         skip_tokenizer_init=True,
         trust_remote_code=job["trust_remote_code"],
-        **_gpu_share(),
+        **_gpu_room(),
     )
     wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     results = engine.generate([{"prompt_token_ids": row} for row in rows], wanted, use_tqdm=False)
@@ -70,14 +72,19 @@ def token_logp(job: dict[str, Any]) -> list[list[float]]:
     ]
 
 
-def _gpu_share() -> dict[str, float]:
-    """Of the GPU's memory what is free now, less a tenth: the exporter may hold some."""
+def _gpu_room() -> dict[str, float]:
+    """Of the GPU's memory what is free now, less a tenth: the exporter may hold some.
+
+    Few tokens are scored. A cache of all that would be left is millions of blocks for a tiny model,
+    each an object to vLLM.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return {}
     free, total = torch.cuda.mem_get_info()
-    return {"gpu_memory_utilization": round(0.9 * free / total, 3)}
+    share = round(0.9 * free / total, 3)
+    return {"gpu_memory_utilization": share, "kv_cache_memory_bytes": _CACHE_BYTES}
 
 
 def _version(package: str) -> str | None:

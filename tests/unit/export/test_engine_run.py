@@ -89,8 +89,15 @@ def test_what_an_engine_can_not_run() -> None:
     assert "AMX" in str(slow.why_not("fp8_block")) and fast.why_not("fp8_block") is None
     assert slow.why_not("compressed_tensors") is None
     assert "no model" in str(fast.why_not("adapter"))
-    assert limit_for("fp8_block") == limit_for("bf16") == 0.02
-    assert limit_for("compressed_tensors") == 0.1
+
+
+def test_limits_are_wide_where_activations_are_rounded() -> None:
+    """Blocks too, on a GPU: only vLLM's CPU kernels multiply them in BF16."""
+    cpu = Engine(python="p", version="1", device="cpu", amx=True)
+    gpu = Engine(python="p", version="1", device="cuda", amx=False)
+    names = ("bf16", "fp8_block", "compressed_tensors", "fp8", "modelopt")
+    assert [limit_for(cpu, name) for name in names] == [0.02, 0.02, 0.1, 0.1, 0.1]
+    assert [limit_for(gpu, name) for name in names] == [0.02, 0.1, 0.1, 0.1, 0.1]
 
 
 def test_slow_kernels_get_few_tokens_or_none() -> None:
