@@ -14,9 +14,7 @@ columns that are still to come:
     e = (w_i - q_i) / U_ii          w_j -= U_ij * e      for j after i
 
 The grid is e4m3's, which is not uniform: `q_i` is the cast to e4m3 under the block's scale, and all
-that theory asks of the grid is a nearest point. Scales are those of plain rounding. e4m3 is a
-floating-point format: a scale a power of two larger or smaller leaves all grid points between the
-smallest normal number and the largest where they are, so there is nothing to gain from another.
+that theory asks of the grid is a nearest point. Scales are those of plain rounding.
 
 Shapes: W [N, K], G [K, K] float32. The factorization is float64, the rounding float32.
 """

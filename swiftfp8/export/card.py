@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from swiftfp8.config.model_names import looks_like_id
-from swiftfp8.export.report import ExportReport
+from swiftfp8.export.judge_stage import SERVED
+from swiftfp8.export.report import FIGURES, ExportReport
 from swiftfp8.export.staging import REPORT_NAME
 from swiftfp8.export.targets import ENGINES
 
@@ -32,9 +33,9 @@ _SPEAKS = "text-generation"
 _CHECKS = (
     "reload",
     "against BF16",
-    "perplexity ratio",
-    "token KL",
-    "top-1 agreement",
+    *FIGURES,
+    SERVED,
+    *(f"{name} {SERVED}" for name in FIGURES),
     "evaluation loss",
     "training loss",
     "engine",

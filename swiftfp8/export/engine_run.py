@@ -88,18 +88,19 @@ class EngineRun:
     bf16_floor: float
 
 
+def served_group(format_name: str) -> int | None:
+    """How many elements of an activation share a scale on a GPU: 0 is a whole token, None: BF16."""
+    return {"fp8_block": 128, "compressed_tensors": 0, "fp8": 0, "modelopt": 0}.get(format_name)
+
+
 def activation_group(engine: Engine, format_name: str) -> int | None:
-    """How many elements of an activation share a scale in vLLM's kernel: 0 is a whole token.
+    """`served_group`, as vLLM's kernels have it where this engine runs.
 
     None where nothing is rounded: vLLM's CPU kernels for blocks and, with AMX, for ModelOpt
     multiply in BF16 (seen: 0.006 on tiny models against a reference that rounds nothing).
     """
-    on_cpu = engine.device == "cpu"
-    if format_name == "fp8_block":
-        return None if on_cpu else 128
-    if format_name == "modelopt":
-        return None if on_cpu and engine.amx else 0
-    return 0 if format_name in ("compressed_tensors", "fp8") else None
+    in_bf16 = format_name == "fp8_block" or (format_name == "modelopt" and engine.amx)
+    return None if engine.device == "cpu" and in_bf16 else served_group(format_name)
 
 
 def prompt_tokens(engine: Engine, format_name: str, weights: int) -> int | str:

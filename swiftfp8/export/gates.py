@@ -5,8 +5,8 @@ none go by the number of parameters: those of `_SMALL` up to 1B, those of `_LARG
 between the two they move in proportion to the logarithm of the size.
 
 Perplexity and loss have the same limit in both directions: an export that is far better on some
-text than what was trained is no copy of it either. Few tokens tell little, so a loss, and a fall
-of the perplexity, count where they are over the limit by more than their standard error.
+text than what was trained is no copy of it either. Few tokens tell little, so both count where they
+are over the limit by more than their standard error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGE_SIZE, _LARGE = 7e9, Limits(ppl_ratio=1.01, kl=0.01, top1=0.97)
 class Verdict:
     """One figure against its limit, which it must not exceed, or (`at_least`) not fall below.
 
-    With a `floor` it must lie between the two.
+    With a `floor` it must lie between the two. `error` is the value's standard error.
     """
 
     figure: str
@@ -46,6 +46,7 @@ class Verdict:
     at_least: bool = False
     percent: bool = False
     floor: float | None = None
+    error: float = 0.0
 
     def __str__(self) -> str:
         limit = self._shown(self.limit)
@@ -53,7 +54,8 @@ class Verdict:
         if self.floor is not None:
             bound = f"{self._shown(self.floor)} to {limit}"
         word = "passed" if self.passed else "MISSED"
-        return f"{self._shown(self.value)} ({bound}): {word}"
+        error = f" ± {self._shown(self.error)}" if self.error else ""
+        return f"{self._shown(self.value)}{error} ({bound}): {word}"
 
     def _shown(self, value: float) -> str:
         return f"{value:.2%}" if self.percent else f"{value:.4f}".rstrip("0").rstrip(".")
@@ -80,15 +82,12 @@ def judge_fidelity(
     """Each figure against the user's limit, or the one for the model's size."""
     usual = limits_for(parameters)
     most = _or(settings.max_ppl_ratio, usual.ppl_ratio)
-    least = 1 / max(most, 1.0)
-    ratio = fidelity.perplexity_ratio
     return (
-        Verdict(
-            figure="perplexity ratio",
-            value=ratio,
-            limit=most,
-            floor=least,
-            passed=ratio <= most and ratio + fidelity.ratio_error >= least,
+        _between(
+            "perplexity ratio",
+            fidelity.perplexity_ratio,
+            (1 / max(most, 1.0), most),
+            fidelity.ratio_error,
         ),
         at_most("token KL", fidelity.token_kl, _or(settings.max_kl, usual.kl)),
         _at_least_percent(
@@ -100,19 +99,27 @@ def judge_fidelity(
 def judge_loss(loss: TaskLoss, settings: ExportConfig) -> Verdict:
     """By how much the loss on the training task may change through merging and export."""
     limit = settings.max_loss_increase
-    return Verdict(
-        figure=f"{loss.kind} loss",
-        value=loss.increase,
-        limit=limit,
-        floor=-limit,
-        passed=-limit - loss.error <= loss.increase <= limit + loss.error,
-        percent=True,
-    )
+    figure = f"{loss.kind} loss"
+    return _between(figure, loss.increase, (-limit, limit), loss.error, percent=True)
 
 
 def at_most(figure: str, value: float, limit: float) -> Verdict:
     """A figure that must not exceed its limit; what is no number does."""
     return Verdict(figure=figure, value=value, limit=limit, passed=value <= limit)
+
+
+def _between(
+    figure: str, value: float, limits: tuple[float, float], error: float, *, percent: bool = False
+) -> Verdict:
+    return Verdict(
+        figure=figure,
+        value=value,
+        limit=limits[1],
+        floor=limits[0],
+        passed=limits[0] - error <= value <= limits[1] + error,
+        percent=percent,
+        error=error,
+    )
 
 
 def _at_least_percent(figure: str, value: float, limit: float) -> Verdict:

@@ -6,15 +6,17 @@ Up to three models are loaded, one after the other, in float32 on a CPU and in B
     trained   the base with its adapter beside it, un-merged, as it was trained
     export    the weights that a reader of the export gets
 
-Activations stay in high precision: what is judged is the weights. Only for the prompts that an
-engine runs are they rounded where the engine rounds them (`activation_group`).
+Activations stay in high precision, so that it is the weights that are judged; and then once more
+with the inputs of FP8 linears rounded as a server rounds them (`served_group`), and for the prompts
+that an engine runs as that engine does (`activation_group`).
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,9 @@ class Evidence:
     """What the models are run over: windows of text, rows with labels, prompts for an engine.
 
     `windows_from` says in words where the windows come from; `rows_kind` is "evaluation" or
-    "training". For the prompts, inputs of FP8 linears are rounded to e4m3 in groups of
-    `activation_group` elements: 0 is a whole token, None rounds nothing.
+    "training". Inputs of FP8 linears are rounded to e4m3 in groups of so many elements, a whole
+    token where it is 0, not at all where it is None: `served_group` for the windows, a second time,
+    and `activation_group` for the prompts.
     """
 
     windows: Sequence[Tensor] = ()
@@ -55,6 +58,7 @@ class Evidence:
     rows: Sequence[Row] = ()
     rows_kind: str = "evaluation"
     prompts: Sequence[Sequence[int]] = ()
+    served_group: int | None = None
     activation_group: int | None = None
 
 
@@ -92,12 +96,15 @@ class TaskLoss:
 class Findings:
     """The figures, None where there was nothing to take them on.
 
+    `fidelity` is that of the weights alone, `served` that with inputs rounded too.
+
     `prompt_logp` has the log-probability of every token but the first, prompt by prompt, in float32
     arithmetic, and `prompt_logp_bf16` the same in BF16: how far the two lie apart is what BF16
     alone does to this model.
     """
 
     fidelity: Fidelity | None = None
+    served: Fidelity | None = None
     loss: TaskLoss | None = None
     prompt_logp: Sequence[Sequence[float]] = ()
     prompt_logp_bf16: Sequence[Sequence[float]] = ()
@@ -147,10 +154,20 @@ def compare_models(
                 adapter=adapter is not None,
                 arithmetic=str(dtype).removeprefix("torch."),
             )
-        if evidence.activation_group is not None:
-            round_inputs(model, layout, evidence.activation_group)
-        exact, rounded = _prompt_logp(model, evidence.prompts)
-    return Findings(fidelity=fidelity, loss=loss, prompt_logp=exact, prompt_logp_bf16=rounded)
+        served = None
+        if fidelity:
+            with inputs_rounded(model, layout, evidence.served_group) as linears:
+                if linears == len(layout.quantized):
+                    served = _fidelity(model, windows, stored, evidence.windows_from)
+        with inputs_rounded(model, layout, evidence.activation_group):
+            exact, rounded = _prompt_logp(model, evidence.prompts)
+    return Findings(
+        fidelity=fidelity,
+        served=served,
+        loss=loss,
+        prompt_logp=exact,
+        prompt_logp_bf16=rounded,
+    )
 
 
 def token_losses(model: Any, rows: Sequence[Row]) -> Tensor:
@@ -193,20 +210,29 @@ def token_logp(model: Any, ids: Sequence[int]) -> list[float]:
     return found
 
 
-def round_inputs(model: Any, layout: Layout, group: int) -> int:
-    """Round the inputs of the layout's FP8 linears as an engine does; how many were found.
+@contextmanager
+def inputs_rounded(model: Any, layout: Layout, group: int | None) -> Iterator[int]:
+    """Inputs of the layout's FP8 linears rounded as an engine does; yields how many were found.
 
     A scale is the largest magnitude of a group, or the one that the layout fixes for all inputs of
-    a linear, over e4m3's largest value.
+    a linear, over e4m3's largest value. Experts that the model runs as one module are not found;
+    without a group none is looked for.
     """
-    names = {name.removesuffix(".weight") for name in layout.quantized}
+    names = set() if group is None else {n.removesuffix(".weight") for n in layout.quantized}
     found = {name: module for name, module in model.named_modules() if name in names}
+    hooks = []
     for name, module in found.items():
         fixed = layout.input_amax.get(name) if layout.input_amax else None
-        module.register_forward_pre_hook(
-            lambda _, inputs, fixed=fixed: (_rounded(inputs[0], group, fixed),)
+        hooks.append(
+            module.register_forward_pre_hook(
+                lambda _, inputs, fixed=fixed: (_rounded(inputs[0], group or 0, fixed),)
+            )
         )
-    return len(found)
+    try:
+        yield len(found)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _rounded(x: Tensor, group: int, fixed_amax: float | None = None) -> Tensor:

@@ -26,6 +26,7 @@ from swiftfp8.export.engine_run import (
     limit_for,
     prompt_tokens,
     run_engine,
+    served_group,
 )
 from swiftfp8.export.fidelity import WINDOW, Fidelity, read_texts, text_windows
 from swiftfp8.export.gates import Verdict, at_most, judge_fidelity, judge_loss
@@ -39,7 +40,7 @@ from swiftfp8.models.task_model import auto_class_of
 
 _PROMPTS, _FEWEST_TOKENS = 4, 32
 _GIB = 2**30
-FIDELITY, LOSS, ENGINE = "against BF16", "evaluation loss", "engine"
+FIDELITY, SERVED, LOSS, ENGINE = "against BF16", "as served", "evaluation loss", "engine"
 DLOGP = "mean |dlogp|"
 
 
@@ -59,6 +60,7 @@ class Judgement:
     """Figures, verdicts, and what was not checked, each with its reason; `advice` is what to do."""
 
     fidelity: Fidelity | None = None
+    served: Fidelity | None = None
     loss: TaskLoss | None = None
     engine: EngineRun | None = None
     verdicts: tuple[Verdict, ...] = ()
@@ -135,17 +137,17 @@ def judge(
         judges = replace(judges, engine=None, missing={ENGINE: why, **missing})
     judgement = Judgement(
         fidelity=found.fidelity,
+        served=found.served,
         loss=found.loss,
         verdicts=_verdicts(found, source, settings),
-        not_checked=judges.missing,
+        not_checked=_not_checked(judges, found),
         advice=unread,
     )
-    adapter = source.checkpoint.adapter is not None
     if judgement.warnings:
-        fix = f"fix: {_ways(settings, layout.format, adapter)}"
+        fix = f"fix: {_ways(judgement, settings, layout.format)}"
         judgement = replace(judgement, advice=(*unread, fix))
     if settings.fidelity == "fail":
-        _require_passed(judgement, settings, layout.format, adapter)
+        _require_passed(judgement, settings, layout.format)
     if judges.engine is None:
         return judgement
     with console.status(f"verifying: in vLLM {judges.engine.version}"):
@@ -263,6 +265,7 @@ def _evidence(
         rows=rows,
         rows_kind=judges.rows.kind,
         prompts=prompts[:_PROMPTS],
+        served_group=served_group(format_name),
         activation_group=activation_group(judges.engine, format_name) if judges.engine else None,
     )
 
@@ -277,28 +280,36 @@ def _verdicts(found: Findings, source: Source, settings: ExportConfig) -> tuple[
     verdicts: tuple[Verdict, ...] = ()
     if found.fidelity:
         verdicts = judge_fidelity(found.fidelity, _parameters(source), settings)
+    if found.served:
+        served = judge_fidelity(found.served, _parameters(source), settings)
+        verdicts += tuple(replace(v, figure=f"{v.figure} {SERVED}") for v in served)
     if found.loss:
         verdicts = (*verdicts, judge_loss(found.loss, settings))
     return verdicts
 
 
-def _require_passed(
-    judgement: Judgement, settings: ExportConfig, format_name: str, adapter: bool
-) -> None:
+def _not_checked(judges: Judges, found: Findings) -> Mapping[str, str]:
+    if found.fidelity is None or found.served is not None:
+        return judges.missing
+    return {**judges.missing, SERVED: "experts run as one module, whose inputs can't be rounded"}
+
+
+def _require_passed(judgement: Judgement, settings: ExportConfig, format_name: str) -> None:
     if not judgement.warnings:
         return
     listed = "\n".join(f"  {line}" for line in judgement.warnings)
     raise RunFailed(
         f"the export strays too far from the BF16 merge and was not kept:\n{listed}",
         where="export.fidelity=fail",
-        fix=f"{_ways(settings, format_name, adapter)}; or keep it with export.fidelity=warn",
+        fix=f"{_ways(judgement, settings, format_name)}; or keep it with export.fidelity=warn",
     )
 
 
-def _ways(settings: ExportConfig, format_name: str, adapter: bool) -> str:
+def _ways(judgement: Judgement, settings: ExportConfig, format_name: str) -> str:
     """What to do about an export that strays from what was trained."""
     ways = []
-    if adapter:
+    merged = judgement.loss is not None and judgement.loss.adapter
+    if merged and any(v.figure.endswith(" loss") and not v.passed for v in judgement.verdicts):
         ways.append(
             "a short training's update is partly smaller than the steps of the merged weights: "
             "train longer, or take export.format=adapter, which keeps all of it"

@@ -8,13 +8,12 @@ For a block of a weight W (128 x 128 by default) with amax = max |W|:
 448 is the largest finite e4m3 value. The rounding of the scale up to a power of two costs nothing
 measurable (2.66% against 2.64% relative error on a Gaussian) and makes W / scale and data * scale
 exact, so that a serving engine may keep the scale as a bare exponent (UE8M0) without quantizing
-again. With a power-of-two scale the only rounding is the cast, and the scale comes from the bits
-of the float32 amax, not from a logarithm: a CPU and a GPU give the same bytes.
+again. With a power-of-two scale the only rounding is the cast: a CPU and a GPU give the same bytes.
 
 Shapes: W [N, K], data [N, K], scale [ceil(N / 128), ceil(K / 128)] float32, named
 `weight_scale_inv` on disk (as DeepSeek-V3's checkpoints name the factor that data is multiplied
-with). Blocks of (1, K) are one scale per output channel; one scale for a whole tensor is the same
-scale given for every row.
+with). Blocks of (1, K) are one scale per output channel, chosen by `channel_scale`; one scale for a
+whole tensor is the same scale given for every row.
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ import torch
 from torch import Tensor
 
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.scales import channel_scale, power_of_two_scale
 
 FP8_MAX = 448.0
-AMAX_FLOOR = 1e-12
 FP8 = torch.float8_e4m3fn
 BLOCK = (128, 128)
 _SLAB_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # read and written at once: 2 and 32 MiB of BF16
 _TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}  # computed at once: a CPU's cache holds it
-_MANTISSA_BITS = 23
-_MANTISSA_OF_1_75 = 0x600000  # 448 = 1.75 * 2**8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,20 +75,6 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.float32) -
     for tile, cell in _tiles(quantized.data, quantized.block_shape):
         out[tile] = _dequantize_tile(quantized, tile, cell)
     return out
-
-
-def power_of_two_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and 1 / scale, both exact powers of two, of float32 `amax`, by integer arithmetic.
-
-    amax = (1 + m) * 2**x fits under 448 * 2**e = 1.75 * 2**(e + 8) where e = x - 8, or x - 7 if
-    1 + m > 1.75.
-    """
-    bits = amax.to(torch.float32).clamp(min=AMAX_FLOOR).view(torch.int32)
-    mantissa = bits & ((1 << _MANTISSA_BITS) - 1)
-    exponent = (bits >> _MANTISSA_BITS) - 127 - 8 + (mantissa > _MANTISSA_OF_1_75).to(torch.int32)
-    scale = ((exponent + 127) << _MANTISSA_BITS).view(torch.float32)
-    inverse = ((127 - exponent) << _MANTISSA_BITS).view(torch.float32)
-    return scale, inverse
 
 
 @dataclass
@@ -191,10 +174,12 @@ def _quantize_tile(
     rows, columns = tile_NK.shape
     blocks = _blocks(tile_NK, block)
     amax = torch.maximum(blocks.amax((1, 3)), blocks.amin((1, 3)).neg())
-    if given is None:
-        scale, inverse = power_of_two_scale(amax)
-    else:
-        scale, inverse = given, given.reciprocal()
+    scale = given
+    if scale is None and block == (1, columns):
+        scale = channel_scale(tile_NK, amax[:, 0])[:, None]
+    elif scale is None:
+        scale = power_of_two_scale(amax)
+    inverse = scale.reciprocal()
     scaled = (blocks * inverse[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
     data = scaled.to(FP8).flatten(2).flatten(0, 1)[:rows, :columns]
     return data, scale, amax

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from swiftfp8.export.calibrate import Calibration
-from swiftfp8.export.judge_stage import DLOGP, Judgement
+from swiftfp8.export.fidelity import Fidelity
+from swiftfp8.export.judge_stage import DLOGP, SERVED, Judgement
 from swiftfp8.export.layout import LayerError
 from swiftfp8.export.run_facts import RunFacts
 from swiftfp8.export.tp import TpVerdict, tp_text
@@ -25,6 +26,7 @@ from swiftfp8.export.verify import ReadBack, ReloadCheck, reload_text
 from swiftfp8.tasks import Trained
 
 _WORST_SHOWN = 5
+FIGURES = ("perplexity ratio", "token KL", "top-1 agreement")
 _MIB = 2**20
 
 
@@ -149,10 +151,12 @@ class ExportReport:
         verdicts = {verdict.figure: verdict for verdict in judged.verdicts}
         rows = []
         if f := judged.fidelity:
-            perplexity = f"perplexity {f.perplexity_merged:.3f} -> {f.perplexity_export:.3f}"
-            rows.append(("against BF16", f"{perplexity} on {f.text}, {f.tokens} tokens"))
-            names = ("perplexity ratio", "token KL", "top-1 agreement")
-            rows += [(name, str(verdicts[name])) for name in names]
+            rows.append(("against BF16", f"{_perplexity(f)} on {f.text}, {f.tokens} tokens"))
+            rows += [(name, str(verdicts[name])) for name in FIGURES]
+        if judged.served:
+            rows.append((SERVED, f"{_perplexity(judged.served)}, inputs rounded to FP8 too"))
+            served = [f"{name} {SERVED}" for name in FIGURES]
+            rows += [(name, str(verdicts[name])) for name in served]
         if loss := judged.loss:
             name = f"{loss.kind} loss"
             text = f"{loss} on {loss.rows} rows, in {loss.arithmetic} (the run's own figures are "
@@ -175,6 +179,10 @@ class ExportReport:
         if self.reload is None:
             return "not checked (export.verify=false)"
         return reload_text(self.reload)
+
+
+def _perplexity(fidelity: Fidelity) -> str:
+    return f"perplexity {fidelity.perplexity_merged:.3f} -> {fidelity.perplexity_export:.3f}"
 
 
 def _finite(value: Any) -> Any:

@@ -34,10 +34,10 @@ from swiftfp8.export.quantize import (
     ErrorMeter,
     QuantizedTensor,
     dequantize,
-    power_of_two_scale,
     quantize_weight,
     require_finite,
 )
+from swiftfp8.export.scales import power_of_two_scale
 from swiftfp8.export.source import Source
 from swiftfp8.export.stream import Piece, in_order, pieces_of, rounded, to_host
 from swiftfp8.export.survival import SurvivalMeter
@@ -339,7 +339,7 @@ def _shared_scales(
     for name in amax:
         group = [f"{member}.weight" for member in fused_siblings(name.removesuffix(".weight"))]
         members = [amax[member] for member in group if member in amax] or [amax[name]]
-        scales[name] = power_of_two_scale(torch.stack(members).amax())[0]
+        scales[name] = power_of_two_scale(torch.stack(members).amax())
     return scales
 
 

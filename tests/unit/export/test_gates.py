@@ -77,6 +77,14 @@ def test_a_perplexity_that_falls_far_is_no_copy_either() -> None:
     assert judge_fidelity(fidelity(0.8091), 10**8, loose)[0].passed
 
 
+def test_a_rise_counts_where_it_is_more_than_chance() -> None:
+    for value, error, passed in ((1.034, 0.0045, True), (1.034, 0.002, False), (1.03, 0.0, True)):
+        figures = replace(fidelity(value), ratio_error=error)
+        assert judge_fidelity(figures, 10**8, ExportConfig())[0].passed == passed
+    shown = judge_fidelity(replace(fidelity(1.034), ratio_error=0.0045), 10**8, ExportConfig())[0]
+    assert str(shown) == "1.034 ± 0.0045 (0.9709 to 1.03): passed"
+
+
 def test_a_loss_may_rise_and_fall_but_little() -> None:
     assert judge_loss(loss(2.0, 2.01), ExportConfig()).passed
     assert judge_loss(loss(2.0, 1.9901), ExportConfig()).passed

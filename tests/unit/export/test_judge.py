@@ -15,6 +15,7 @@ from rich.console import Console
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import RunFailed, SwiftFP8Error
+from swiftfp8.export.engine_run import served_group
 from swiftfp8.export.export import ExportContext, export_checkpoint, find_format
 from swiftfp8.export.judge import (
     Evidence,
@@ -22,7 +23,7 @@ from swiftfp8.export.judge import (
     Row,
     TaskLoss,
     compare_models,
-    round_inputs,
+    inputs_rounded,
     token_logp,
     token_losses,
 )
@@ -119,9 +120,14 @@ def test_inputs_are_rounded_as_engines_do(
     linear = torch.nn.Linear(4, 4, bias=False)
     linear.weight.data = torch.eye(4)
     model = torch.nn.ModuleDict({"up": linear, "other": torch.nn.Linear(4, 4)})
-    assert round_inputs(model, layout, group) == 1
-    found = linear(torch.tensor([[448.0, 0.98, 0.0, -15.9]]))
+    given = [448.0, 0.98, 0.0, -15.9]
+    with inputs_rounded(model, layout, group) as count:
+        found = linear(torch.tensor([given]))
+    assert count == 1
     assert found[0].tolist() == pytest.approx(wanted, rel=1e-3)
+    assert linear(torch.tensor([given]))[0].tolist() == pytest.approx(given)
+    with inputs_rounded(model, layout, None) as count:
+        assert count == 0
 
 
 def test_the_adapter_is_compared_un_merged(base: Path, adapter: Path) -> None:
@@ -160,6 +166,9 @@ def test_figures_and_verdicts_are_in_report_and_card(base: Path, adapter: Path, 
         "perplexity ratio": True,
         "token KL": True,
         "top-1 agreement": True,
+        "perplexity ratio as served": True,
+        "token KL as served": True,
+        "top-1 agreement as served": True,
         "evaluation loss": True,
     }
     assert saved["fidelity"]["text"] == "6 evaluation rows"
@@ -167,9 +176,34 @@ def test_figures_and_verdicts_are_in_report_and_card(base: Path, adapter: Path, 
     assert not saved["warnings"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| token KL | " in card and "(at most 10): passed" in card
+    assert "inputs rounded to FP8 too" in card and "| token KL as served | " in card
     assert "| evaluation loss | adapter " in card
     facts = dict(report.facts())
     assert facts["engine"] == "not checked: export.verify=false"
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "compressed_tensors"])
+def test_as_served_inputs_are_rounded_too(base: Path, name: str) -> None:
+    """What is served is a third model, further from the merge than its weights alone are."""
+    source, export_format = open_source(base), find_format(name)
+    layout = export_format.describe(source, FormatOptions())
+    windows = [row.ids_T for row in rows()]
+    weights = Evidence(windows=windows, windows_from="x")
+    rounding = Evidence(windows=windows, windows_from="x", served_group=served_group(name))
+    alone = compare_models(source, layout, export_format, weights)
+    found = compare_models(source, layout, export_format, rounding)
+    assert alone.served is None and found.fidelity == alone.fidelity
+    assert found.fidelity and found.served
+    assert found.fidelity.token_kl * 1.2 < found.served.token_kl < found.fidelity.token_kl * 4
+
+
+def test_a_limit_missed_as_served_alone_is_a_warning(base: Path, tmp_path: Path) -> None:
+    report = export(base, tmp_path / "one", fidelity="fail", max_kl=10.0, min_top1=0.1)
+    figures = report.judgement
+    assert figures.fidelity and figures.served
+    between = (figures.fidelity.token_kl + figures.served.token_kl) / 2
+    with pytest.raises(RunFailed, match=r"token KL as served .*MISSED"):
+        export(base, tmp_path / "two", fidelity="fail", max_kl=between, min_top1=0.1)
 
 
 def test_a_missed_limit_is_a_warning(base: Path, tmp_path: Path) -> None:
