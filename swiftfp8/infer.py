@@ -79,6 +79,9 @@ def load_for_chat(
 
     `trained` says what it was trained for, where that is no language model.
     """
+    from safetensors import SafetensorError
+
+    from swiftfp8.models.checkpoint import check_safetensors, weight_files
     from swiftfp8.models.quiet import quiet_transformers
     from swiftfp8.models.task_model import auto_class, set_head
 
@@ -100,6 +103,12 @@ def load_for_chat(
                 ignore_mismatched_sizes=adapter_dir is not None and trained is not None,
                 **quantization,
             )
+    except SafetensorError as error:
+        for file in weight_files(model_dir):
+            check_safetensors(file)  # names the one that is cut off
+        raise SwiftFP8Error(
+            f"a weight file is damaged: {error}", where=str(model_dir), fix="copy it again"
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise SwiftFP8Error(
             f"can't load the model: {str(error).splitlines()[0]}", where=str(model_dir)
@@ -132,7 +141,8 @@ def load_chat_tokenizer(*directories: Path | None, trust_remote_code: bool = Fal
                 raise SwiftFP8Error(
                     "the tokenizer has no chat template",
                     where=str(directory),
-                    fix="export a run that was trained with one, or set template=<file>",
+                    fix="put the model's chat_template.jinja there, or take a run that was trained "
+                    "with template=<file>",
                 )
             return tokenizer
     raise SwiftFP8Error("no tokenizer files", where=", ".join(map(str, given)))
@@ -339,8 +349,9 @@ def _with_adapter(model: Any, adapter_dir: Path) -> Any:
     except SafetensorError as error:
         raise SwiftFP8Error(
             f"the adapter's file is damaged: {error}",
-            where=str(adapter_dir),
-            fix="take another checkpoint of the run: checkpoint=N",
+            where=str(adapter_dir / "adapter_model.safetensors"),
+            fix="take another checkpoint of the run (checkpoint=last or checkpoint-N), or copy the "
+            "file again",
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise SwiftFP8Error(

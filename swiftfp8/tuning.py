@@ -143,8 +143,9 @@ def saved_modules(names: Sequence[str], meta: ModelMeta) -> tuple[set[str], list
     problems = []
     for wanted in names:
         found = [m for m in meta.linears if m.name == wanted or m.name.endswith(f".{wanted}")]
-        fix = "name linears, such as lm_head; tuner=full trains every weight"
+        fix = f"leave {wanted} out, or set tuner=full, which trains every weight"
         if not found:
+            fix = f"name linears, such as {_some_linear(meta)}; tuner=full trains every weight"
             why = "is no linear of this model (embeddings and norms can't be trained beside LoRA)"
         elif any(m.kind == "experts" for m in found):
             why = "is the 3-D parameter of all experts, no module"
@@ -156,6 +157,13 @@ def saved_modules(names: Sequence[str], meta: ModelMeta) -> tuple[set[str], list
         what = f"modules_to_save: '{wanted}' {why}"
         problems.append(SwiftFP8Error(what, where="modules_to_save", fix=fix))
     return saved, problems
+
+
+def _some_linear(meta: ModelMeta) -> str:
+    """One that `modules_to_save` takes."""
+    taken = [m for m in meta.linears if m.kind != "experts"]
+    heads = [m for m in taken if m.kind == "head" and not meta.tied_head]
+    return (heads or [m for m in taken if m.kind != "head"] or taken)[0].name
 
 
 def mixed_layers(config: Config, targets: set[str], meta: ModelMeta) -> set[int]:

@@ -51,20 +51,26 @@ def read_file(path: Path) -> FileRows:
     try:
         return reader(path)
     except UnicodeDecodeError as error:
-        raise SwiftFP8Error(
-            f"the file is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}",
-            where=str(path),
-            fix=f"convert it, for instance: iconv -f {_likely(error.object)} -t utf-8 OLD > NEW",
-        ) from error
+        raise not_utf8(path, error.object, error.start) from error
     except (OSError, EOFError, zlib.error) as error:
         raise SwiftFP8Error(
             f"the file can't be read: {error}", where=str(path), fix="copy or download it again"
         ) from error
 
 
-def _likely(data: bytes) -> str:
-    """The encoding to name in advice: UTF-16 files tell theirs by their first bytes."""
-    return "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "latin1"
+def not_utf8(path: Path, data: bytes, place: int) -> SwiftFP8Error:
+    """What to say of a file whose text begins with `data`; the byte at `place` is not UTF-8's."""
+    likely = "utf-16" if is_utf16(data) else "latin1"
+    return SwiftFP8Error(
+        f"the file is not UTF-8 text: byte {place} is 0x{data[place]:02x}",
+        where=str(path),
+        fix=f"convert it, for instance: iconv -f {likely} -t utf-8 OLD > NEW",
+    )
+
+
+def is_utf16(data: bytes) -> bool:
+    """Whether a file says so by its first bytes."""
+    return data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
 
 
 def readable(path: Path) -> bool:

@@ -105,20 +105,22 @@ class BlockReader:
         return BlockReader(self._config, self._sources, self.position.places)
 
     def formats(self) -> tuple[SourceReport, ...]:
-        """Each entry's first file with its format; rows are not counted."""
+        """Each entry's first file with its format; rows are not counted.
+
+        Raises:
+            SwiftFP8Error: an entry has no rows, and what reading them raises.
+        """
         found = []
         for entry, sources in zip(self._config.dataset, self._sources, strict=True):
-            rows = (
-                (source, where, row)
-                for source in sources
-                for _, where, row in source.rows(0)
-                if not isinstance(row, BadPlace)
-            )
-            first = next(rows, None)
-            if first is not None:
-                source, where, row = first
-                told = source.shape(row, where, self._config).source
-                found.append(replace(told, entry=entry, where=source.where, rows=None))
+            empty = True
+            for source, where, row in ((s, at, row) for s in sources for _, at, row in s.rows(0)):
+                empty = False
+                if not isinstance(row, BadPlace):
+                    told = source.shape(row, where, self._config).source
+                    found.append(replace(told, entry=entry, where=source.where, rows=None))
+                    break
+            if empty:
+                raise SwiftFP8Error(f"data set '{entry}' has no rows", where=sources[0].where)
         return tuple(found)
 
     def next_block(self, size: int) -> Block:

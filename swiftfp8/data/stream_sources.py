@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftfp8.data.chat import Example
-from swiftfp8.data.files import BadPlace, read_line, suffix_of
+from swiftfp8.data.files import BadPlace, is_utf16, not_utf8, read_line, suffix_of
 from swiftfp8.data.formats import Row
 from swiftfp8.data.hubs import stream_hub
 from swiftfp8.data.reading import Shape, find_shape
@@ -123,6 +123,8 @@ def _lines(path: Path, start: int) -> Iterator[tuple[int, str, Row | BadPlace]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(islice(file, start, None), start=start + 1):
             where = f"{path}:{number}"
+            if number == 1 and is_utf16(line):  # every line would be a bad row
+                raise not_utf8(path, line, 0)
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:

@@ -46,6 +46,7 @@ def open_stream(
     from swiftfp8.data.stream import Stream
 
     reader = BlockReader.of(config)
+    report = StreamReport(sources=reader.formats(), buffer=config.data.shuffle_buffer)
     wanted = config.data.eval_rows
     held = None
     if wanted:
@@ -61,5 +62,4 @@ def open_stream(
         held = Converted(examples=block.examples, sources=(), bad=block.bad, total=total)
         reader = reader.begin_here()
     stream = Stream(config, reader, tokenizer, settings)
-    report = StreamReport(sources=reader.formats(), buffer=config.data.shuffle_buffer)
     return stream, read_head(config, _PROBED), held, report

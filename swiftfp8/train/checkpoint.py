@@ -87,8 +87,10 @@ def find_resume(path: Path) -> Path:
         )
     newest = newest_checkpoint(path)
     if newest is None:
+        broken = max(_numbered(path), default=None)
+        fault = f": {broken[1].name} is not whole, {why_not_whole(broken[1])}" if broken else ""
         raise SwiftFP8Error(
-            "no whole checkpoint to resume from",
+            f"no whole checkpoint to resume from{fault}",
             where=str(path),
             fix="give a run directory that holds a checkpoint-N, or start again without "
             "resume_from_checkpoint",

@@ -1,6 +1,8 @@
 """Chatting: tokens stream, history is kept, an adapter changes answers, an export is loaded."""
 
 import io
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,15 @@ def test_a_conversation(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == [["sys", "one"], ["sys", "one", "reply", "two"], ["sys", "three"]]
 
 
+def test_a_truncated_weight_file_is_named(model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    with pytest.raises(SwiftFP8Error, match=r"model.safetensors is truncated") as caught:
+        answer(tmp_path / "model")
+    assert caught.value.where == str(weights)
+
+
 def test_a_damaged_adapter_is_named(model_dir: Path, tmp_path: Path) -> None:
     model = get_peft_model(tiny_model("qwen3"), LoraConfig(r=4, target_modules="all-linear"))
     model.save_pretrained(tmp_path)
@@ -179,7 +190,7 @@ def test_a_damaged_adapter_is_named(model_dir: Path, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(SwiftFP8Error, match="the adapter's file is damaged") as caught:
         answer(model_dir, tmp_path)
-    assert caught.value.where == str(tmp_path)
+    assert caught.value.where == str(file)
 
 
 def test_what_can_not_be_loaded(model_dir: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from plan_kit import plan_for, qwen_7b, qwen_half_b
 
@@ -102,6 +104,16 @@ def test_a_head_that_is_saved_is_trained_whole_in_high_precision():
 )
 def test_what_cannot_be_is_refused_with_the_reason(options, said):
     assert said in refusal(**options)
+
+
+def test_advice_on_modules_to_save_can_be_taken():
+    """Qwen2.5-0.5B's head is its embedding."""
+    assert "leave lm_head out, or set tuner=full" in refusal(modules_to_save=["lm_head"])
+    advised = re.search(r"such as (\S+);", refusal(modules_to_save=["embed_tokens"]))
+    assert advised is not None
+    assert plan_for("h200", modules_to_save=[advised[1]]).lora.modules_to_save == (advised[1],)
+    with pytest.raises(SwiftFP8Error, match="such as lm_head"):
+        plan_for("h200", qwen_7b(), modules_to_save=["embed_tokens"])
 
 
 def test_a_streams_first_rows_are_evaluations_that_can_end_a_run():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from torch.utils.data import DataLoader
@@ -175,6 +176,31 @@ def test_a_stream_without_a_row_to_train_on_is_an_error_and_not_an_endless_searc
     (batch,) = DataLoader(loaded.train, batch_size=1, collate_fn=loaded.collator)
     with pytest.raises(SwiftFP8Error, match="no row to train on"):
         take_place(batch)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+@pytest.mark.parametrize("eval_rows", [0, 5])
+def test_an_empty_file_is_named_before_the_run(tokenizer, write, text, eval_rows):
+    full = write("a.jsonl", qa(20))
+    empty = Path(full).with_name("empty.jsonl")
+    empty.write_text(text)
+    data = {"eval_rows": eval_rows}
+    for dataset in ([str(empty)], [full, str(empty)]):
+        for use in (check_rows, lambda config: load_datasets(config, tokenizer, 8)):
+            with pytest.raises(SwiftFP8Error, match=r"empty.jsonl' has no rows") as caught:
+                use(config_of(dataset, data=data))
+            assert caught.value.where == str(empty)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_utf16_file_is_told_as_such(tokenizer, tmp_path, name):
+    path = tmp_path / name
+    text = "".join(json.dumps(row) + "\n" for row in qa(3)).encode("utf-16")
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    for skips in ("error", "skip"):
+        with pytest.raises(SwiftFP8Error, match="not UTF-8 text: byte 0 is 0xff") as caught:
+            open_stream(tokenizer, [str(path)], data={"on_bad_row": skips})
+        assert caught.value.where == str(path) and "iconv -f utf-16" in caught.value.fix
 
 
 def test_a_place_of_other_data_sets_is_refused(tokenizer, write):

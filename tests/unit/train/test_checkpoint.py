@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +66,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_named_when_asked_for(tmp_path, 
     assert store.find_resume(tmp_path).name == "checkpoint-5"
     with pytest.raises(SwiftFP8Error, match=reason):
         store.find_resume(torn)
+    shutil.rmtree(tmp_path / "checkpoint-5")
+    with pytest.raises(SwiftFP8Error, match=f"checkpoint-10 is not whole, .*{reason}"):
+        store.find_resume(tmp_path)
 
 
 def test_newest_is_by_number_not_by_name(tmp_path):
