@@ -241,12 +241,12 @@ def _needless(config: Config) -> list[SwiftFP8Error]:
 def _optimizer_problems(config: Config, device: str) -> list[SwiftFP8Error]:
     name = config.optim.name
     where = f"optim.name={name}"
+    instead = "set optim.name=adamw_torch (or adafactor, whose states are smaller still)"
+    if name == "adamw_8bit" and device != "cuda":
+        return [SwiftFP8Error("8-bit AdamW needs a GPU", where=where, fix=instead)]
     if name == "adamw_8bit" and find_spec("bitsandbytes") is None:
         what = "8-bit AdamW is bitsandbytes', which is not installed"
-        return [SwiftFP8Error(what, where=where, fix="pip install bitsandbytes")]
-    if name == "adamw_8bit" and device != "cuda":
-        what, fix = "8-bit AdamW needs a GPU", "set optim.name=adamw_torch"
-        return [SwiftFP8Error(what, where=where, fix=fix)]
+        return [SwiftFP8Error(what, where=where, fix=f"pip install bitsandbytes, or {instead}")]
     if name == "muon":
         version = metadata.version("torch")
         if tuple(int(part) for part in version.split(".")[:2]) < _MUON_SINCE:

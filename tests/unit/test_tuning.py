@@ -148,7 +148,11 @@ def test_tokens_per_step_are_counted_as_accumulated_gradients():
 
 def test_eight_bit_adamw_without_its_library_is_refused_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setattr("swiftfp8.tuning.find_spec", lambda name: None)
-    assert "pip install bitsandbytes" in refusal(optim={"name": "adamw_8bit"})
+    said = refusal(optim={"name": "adamw_8bit"})
+    assert "pip install bitsandbytes, or set optim.name=adamw_torch" in said
+    with pytest.raises(SwiftFP8Error, match="needs a GPU") as caught:
+        plan_for("cpu", optim={"name": "adamw_8bit"})
+    assert "set optim.name=adamw_torch" in caught.value.fix, "a package would not help"
     monkeypatch.setattr("swiftfp8.tuning.find_spec", lambda name: object())
     plan_for("h200", optim={"name": "adamw_8bit"})
     with pytest.raises(SwiftFP8Error, match="needs a GPU"):
