@@ -104,6 +104,9 @@ def test_the_export_loads_in_plain_transformers_and_answers(folder: Path) -> Non
         "perplexity ratio",
         "token KL",
         "top-1 agreement",
+        "perplexity ratio as served",
+        "token KL as served",
+        "top-1 agreement as served",
         "evaluation loss",
     }
     assert all(verdict["passed"] for verdict in report["verdicts"]), report["verdicts"]
