@@ -58,7 +58,9 @@ def load_plain(directory: Path, trust_remote_code: bool = False) -> tuple[Any, d
         output_loading_info=True,
         **_dequantized(directory),
     )
-    if _dequantized(directory):  # then nothing takes the scales of activations and of the cache
+    if _dequantized(directory):
+        stop_rounding(model)
+        # Nothing takes the scales of activations and of the cache then.
         info["unexpected_keys"] = {
             key for key in info["unexpected_keys"] if not key.endswith(_SCALES_AT_RUN_TIME)
         }
@@ -84,6 +86,17 @@ def _dequantized(directory: Path) -> dict[str, Any]:
         {"dequantize": True} if "dequantize" in known else {"run_compressed": False}
     )
     return {"quantization_config": CompressedTensorsConfig(**options)}
+
+
+def stop_rounding(model: Any) -> None:
+    """Take what rounds, and its scales, from a dequantized model: transformers 5.17 leaves both."""
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is None:
+            continue
+        module.quantization_enabled = False
+        for name in [name for name, _ in module.named_parameters(recurse=False)]:
+            if name.endswith(("_scale", "_zero_point")):
+                delattr(module, name)
 
 
 def forward_logits(model: Any, ids_BT: Tensor) -> Tensor:
