@@ -119,6 +119,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def monkeypatch_session() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="session")
 def engine_python() -> str:
     if why := os.environ.get("SWIFTFP8_NO_ENGINE"):
         pytest.skip(why)
@@ -128,12 +134,16 @@ def engine_python() -> str:
 
 
 @pytest.fixture(scope="session")
-def vllm(root: Path, engine_python: str) -> Iterator[Engine]:
+def vllm(
+    root: Path, engine_python: str, monkeypatch_session: pytest.MonkeyPatch
+) -> Iterator[Engine]:
     own = find_engine(engine_python)
     assert isinstance(own, Engine)
     if own.amx and own.device == "cpu":  # a state of the processor that forks were not tried with
         yield own
         return
+    # The thread that pyarrow starts where pandas is: a server of forks must have none.
+    monkeypatch_session.setenv("JE_ARROW_MALLOC_CONF", "background_thread:false")
     environment = engine_environment()
     modules = (*VLLM_IMPORTS, *VLLM_DEVICE_IMPORTS[own.device])
     with fork_server(root / "vllm", engine_python, modules, environment) as python:
