@@ -129,6 +129,7 @@ class Trainer:
         values = {
             "export_dir": config.export_dir,
             "export_quantization_bit": config.export_quantization_bit,
+            "export.format": config.export.format,
         }
         overrides = tuple(to_token(key, value) for key, value in values.items())
         return pipeline.export(ExportRequest(run=str(run), overrides=overrides))

@@ -288,6 +288,12 @@ def _notes(config: Config, provenance: Mapping[str, str]) -> tuple[str, ...]:
             f"optim.min_lr_ratio={optim.min_lr_ratio} ({origin}) has no effect: only "
             f"lr_scheduler_type=cosine_with_min_lr has a lowest rate, not {optim.lr_scheduler_type}"
         )
+    bits, form = config.export_quantization_bit, config.export.format
+    if form != "auto" and bits is not None and (bits == 16) != (form == "bf16"):
+        notes.append(
+            f"export_quantization_bit={bits} ({provenance['export_quantization_bit']}) does not "
+            f"say the format: export.format={form} ({provenance['export.format']}) counts"
+        )
     return tuple(notes)
 
 

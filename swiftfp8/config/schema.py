@@ -158,7 +158,8 @@ class Config:
     export_dir: PathText | None = None
     """Where an export is written; set, training ends with an export. Left out: `<run>/export`."""
     export_quantization_bit: Literal[8, 16] | None = None
-    """8 exports FP8, 16 merged BF16, as ms-swift writes it; set, training ends with an export."""
+    """8 exports FP8, 16 merged BF16, as ms-swift writes it; set, training ends with an export.
+    It is what `export.format=auto` takes: another `export.format` counts in its place."""
     resume_from_checkpoint: PathText | None = None
     """A `checkpoint-N` or run directory to go on from."""
     report_to: Names = Field(default_factory=list)

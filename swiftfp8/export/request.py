@@ -22,7 +22,7 @@ from swiftfp8.export.run_rows import read_run_rows
 from swiftfp8.export.staging import check_target
 from swiftfp8.requests import ExportRequest
 
-_BIT_FORMATS: dict[int, Literal["fp8_block", "bf16"]] = {8: "fp8_block", 16: "bf16"}
+_BIT_FORMATS: dict[int, Literal["auto", "bf16"]] = {8: "auto", 16: "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +134,11 @@ def check_export_of_model(config: Config, model_dir: Path) -> None:
 def export_settings(config: Config) -> ExportConfig:
     """`config.export` with files for registered names, and the format that a number of bits means.
 
-    `export_quantization_bit` stands above `export.format`.
+    `export_quantization_bit` stands for a format where `export.format` names none.
     """
     texts = tuple(_file_of(name) for name in config.export.fidelity_dataset)
     settings: ExportConfig = replace(config.export, fidelity_dataset=texts)  # type: ignore[arg-type]
-    if config.export_quantization_bit is None:
+    if config.export_quantization_bit is None or settings.format != "auto":
         return settings
     return replace(settings, format=_BIT_FORMATS[config.export_quantization_bit])
 
@@ -146,12 +146,14 @@ def export_settings(config: Config) -> ExportConfig:
 def _for_this(config: Config, request: ExportRequest, default_name: str) -> Config:
     """A run's configuration without what this command was told otherwise.
 
-    A format named now counts, whatever bits the run was to end with; and a merge does not go where
-    the run's own export went.
+    A format named now counts, whatever bits the run was to end with, and bits named now whatever
+    its format was; and a merge does not go where the run's own export went.
     """
     told = {token.partition("=")[0].lstrip("+") for token in request.overrides}
     if told & {"export", "export.format"}:
         config = replace(config, export_quantization_bit=None)
+    elif "export_quantization_bit" in told:
+        config = replace(config, export=replace(config.export, format="auto"))
     return config if default_name == "export" else replace(config, export_dir=None)
 
 

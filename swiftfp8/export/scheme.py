@@ -104,7 +104,7 @@ def describe_weights(
             f"no linear of this model can be FP8 in the format {scheme.format}: "
             f"{'; '.join(reasons[:3])}",
             where=str(source.directory),
-            fix="export with export.format=bf16",
+            fix=_other_format(source, options),
         )
     static = options.input_amax is not None
     tensors: list[TensorSpec] = []
@@ -125,6 +125,20 @@ def describe_weights(
         input_amax=options.input_amax,
         kv_amax=options.kv_amax,
     )
+
+
+def _other_format(source: Source, options: FormatOptions) -> str:
+    """What to ask for where no linear fits: the format that needs least, if it takes any."""
+    needs_least = decide(
+        source.layers,
+        source.tensors,
+        multiple=(16, 16),
+        exclude=options.exclude,
+        keep=options.keep,
+    )
+    taken = sum(decision.quantize for decision in needs_least)
+    first = f"compressed_tensors, which takes {taken} of its linears, or " if taken else ""
+    return f"export with export.format={first}bf16"
 
 
 def write_weights(

@@ -127,7 +127,11 @@ def test_train_then_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert trained.export_dir is None  # or training would end with the export itself
     assert request == ExportRequest(
         run="output/run",
-        overrides=(f"export_dir='{target}'", "export_quantization_bit=8"),
+        overrides=(
+            f"export_dir='{target}'",
+            "export_quantization_bit=8",
+            "export.format=auto",
+        ),
     )
 
 

@@ -172,6 +172,15 @@ def test_interval_is_noted() -> None:
     assert "no longer" in composed.notes[0] and "command line" in composed.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("bits", "form", "said"),
+    [(8, "compressed_tensors", False), (8, "bf16", True), (16, "fp8", True), (16, "bf16", False)],
+)
+def test_bits_that_a_format_contradicts_are_noted(bits: int, form: str, said: bool) -> None:
+    notes = compose_config(None, [f"export_quantization_bit={bits}", f"export.format={form}"]).notes
+    assert any(f"export.format={form}" in note for note in notes) == said
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "cosine_with_min_lr"])
 def test_a_lowest_rate_that_the_schedule_does_not_know_is_noted(schedule: str) -> None:
     tokens = ["optim.min_lr_ratio=0.2", f"optim.lr_scheduler_type={schedule}"]

@@ -37,9 +37,48 @@ def test_a_format_named_now_counts_and_bits_of_the_run_otherwise(run: Path) -> N
     assert resolve(run).settings.format == "bf16"
     assert resolve(run, "export.format=fp8_block").settings.format == "fp8_block"
     assert resolve(run, "export=fp8_block").settings.format == "fp8_block"
-    assert resolve(run, "export_quantization_bit=8").settings.format == "fp8_block"
+    assert resolve(run, "export_quantization_bit=8").settings.format == "auto"
     with pytest.raises(SwiftFP8Error, match="unknown export option 'bf17'"):
         resolve(run, "export=bf17")
+
+
+@pytest.mark.parametrize(
+    ("bits", "named", "taken"),
+    [
+        (8, "auto", "auto"),  # what fits the model
+        (8, "compressed_tensors", "compressed_tensors"),
+        (8, "bf16", "bf16"),
+        (16, "auto", "bf16"),
+        (16, "fp8", "fp8"),
+        (None, "fp8", "fp8"),
+    ],
+)
+def test_a_format_that_is_set_counts_and_bits_stand_for_one(bits, named, taken) -> None:
+    config = Config(export_quantization_bit=bits, export=ExportConfig(format=named))
+    assert export_settings(config).format == taken
+
+
+def test_bits_named_now_count_whatever_format_the_run_had(run: Path) -> None:
+    (run / "resolved.yaml").write_text("export: {format: fp8}\nexport_quantization_bit: 8\n")
+    assert resolve(run).settings.format == "fp8"
+    assert resolve(run, "export_quantization_bit=16").settings.format == "bf16"
+    both = ("export_quantization_bit=16", "export.format=compressed_tensors")
+    assert resolve(run, *both).settings.format == "compressed_tensors"
+
+
+@pytest.mark.parametrize("advice", ["compressed_tensors", "bf16"])
+def test_a_model_that_fits_no_block_is_told_what_it_fits(tmp_path: Path, advice: str) -> None:
+    sizes = {"hidden_size": 192, "intermediate_size": 416, "head_dim": 48}
+    model = save_model(tmp_path / "model", "qwen3", **sizes)
+    asked = Config(export_quantization_bit=8, export=ExportConfig(format="fp8_block"))
+    with pytest.raises(SwiftFP8Error, match="no linear of this model can be FP8") as caught:
+        check_export_of_model(asked, model)
+    assert caught.value.fix == (
+        "export with export.format=compressed_tensors, which takes 14 of its linears, or bf16"
+    )
+    taken = replace(asked, export=ExportConfig(format=advice))
+    check_export_of_model(taken, model)  # the advice can be taken
+    check_export_of_model(Config(export_quantization_bit=8), model)  # and auto finds it
 
 
 def test_a_merge_does_not_go_where_the_run_was_exported(run: Path) -> None:
