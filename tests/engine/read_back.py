@@ -13,6 +13,7 @@ from typing import Any
 
 def main() -> None:
     """Score the job's rows."""
+    import torch
     from vllm import LLM, SamplingParams
 
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -21,6 +22,7 @@ def main() -> None:
         model=job["directory"], dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True,
         max_model_len=longest, max_num_seqs=1, max_num_batched_tokens=longest,
         max_logprobs=job["top"],
+        **({"kv_cache_memory_bytes": 2**30} if torch.cuda.is_available() else {}),
     )  # fmt: skip
     wanted = SamplingParams(
         max_tokens=1, temperature=0.0, prompt_logprobs=job["top"], detokenize=False

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from real_models import bbc_news, gemma3_270m_gguf
 
-from swiftfp8.export.engine_run import Engine, find_engine
+from swiftfp8.export.engine_run import Engine, engine_environment, find_engine
 from swiftfp8.export.fidelity import text_windows
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
@@ -111,7 +111,7 @@ def read_back(directory: Path) -> list[Token]:
     worker = Path(__file__).with_name("read_back.py")
     done = subprocess.run(
         [ENGINE, str(worker), str(job), str(out)],
-        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        env=engine_environment(),
         capture_output=True,
         text=True,
     )
@@ -120,10 +120,11 @@ def read_back(directory: Path) -> list[Token]:
 
 
 def run(folder: Path, *arguments: str) -> None:
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "swiftfp8", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
     )
