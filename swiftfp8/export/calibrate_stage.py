@@ -111,7 +111,8 @@ def read_calibration_rows(
         config,
         dataset=list(entries),
         val_dataset=[],
-        split_dataset_ratio=0.0,
+        # held-out rows are for judging; rows named beside them have none
+        split_dataset_ratio=0.0 if own or config.val_dataset else config.split_dataset_ratio,
         packing=False,
         data=DataConfig(on_bad_row=data.on_bad_row) if own else data,
     )

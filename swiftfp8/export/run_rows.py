@@ -49,7 +49,8 @@ def read_run_rows(config: Config, model_dir: Path, adapter_dir: Path | None) -> 
         shared = set(map(_name, entries)) & set(map(_name, config.dataset))
         clash = calibrates and bool(shared)
     elif (config.split_dataset_ratio > 0 or _holds_first(config)) and config.dataset:
-        entries, kind, clash = tuple(config.dataset), "evaluation", calibrates
+        entries, kind = tuple(config.dataset), "evaluation"
+        clash = calibrates and _holds_first(config)
     elif config.dataset:
         entries = tuple(map(_sampled, config.dataset))
         kind, clash = "training", calibrates

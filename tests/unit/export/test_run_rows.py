@@ -8,6 +8,7 @@ import torch
 from swiftfp8.config.paths import assets_dir
 from swiftfp8.config.schema import Config, ExportConfig
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.calibrate_stage import read_calibration_rows
 from swiftfp8.export.judge import Row
 from swiftfp8.export.run_rows import read_run_rows, take_rows
 from swiftfp8.models.family import family_named
@@ -48,7 +49,6 @@ def test_without_evaluation_rows_some_training_rows_judge() -> None:
     "options",
     [
         {"dataset": ["quickstart"]},
-        {"dataset": ["quickstart"], "split_dataset_ratio": 0.5},
         {"dataset": ["quickstart"], "val_dataset": ["quickstart#20"]},
     ],
 )
@@ -62,6 +62,16 @@ def test_rows_that_chose_the_rounding_do_not_judge_it(options) -> None:
 def test_evaluation_rows_judge_a_calibrated_export() -> None:
     found = read(dataset=["quickstart"], val_dataset=["quickstart-reworded"], export=CALIBRATED)
     assert found.rows
+
+
+def test_rows_that_a_split_set_aside_judge_and_do_not_calibrate() -> None:
+    run = {"dataset": ["quickstart#40"], "split_dataset_ratio": 0.1, "export": CALIBRATED}
+    judging = [row.ids_T.tolist() for row in read(**run).rows]
+    chosen = read_calibration_rows(Config(max_length=256, **run), model(), None).rows
+    assert (len(judging), len(chosen)) == (4, 36)
+    assert not any(ids in chosen for ids in judging)
+    held = {**run, "val_dataset": ["quickstart-reworded"], "split_dataset_ratio": 0.0}
+    assert len(read_calibration_rows(Config(max_length=256, **held), model(), None).rows) == 40
 
 
 @pytest.mark.parametrize("task", ["seq_cls", "dpo", "reward", "embedding"])
