@@ -12,18 +12,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import util
 from pathlib import Path
 
 from rich.console import Console
 
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.checkpoint_io import read_json
-from swiftfp8.export.merge import ADAPTER_CONFIG
+from swiftfp8.export.serve import PROGRAMS, look_at, serve_command
 from swiftfp8.export.targets import ENGINES, require_loadable
-from swiftfp8.export.verify import format_of
 from swiftfp8.registry import unknown
 
 _INSTALL = {
@@ -33,23 +30,6 @@ _INSTALL = {
     "tensorrt_llm": "NVIDIA's container, or pip install tensorrt-llm",
     "transformers": "pip install 'transformers[serving]'",
 }
-_FLAGS = {  # of host and port
-    "vllm": ("--host", "--port"),
-    "sglang": ("--host", "--port"),
-    "lmdeploy": ("--server-name", "--server-port"),
-    "tensorrt_llm": ("--host", "--port"),
-    "transformers": ("--host", "--port"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """What is served: a directory of a format; of an adapter, its base and its rank too."""
-
-    directory: Path
-    format: str
-    base: str | None = None
-    rank: int = 0
 
 
 def deploy(
@@ -72,7 +52,9 @@ def deploy(
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES, where="engine")
-    served = _look_at(directory)
+    served = look_at(directory)
+    if served.format == "adapter" and served.base is None:
+        raise SwiftFP8Error("the adapter does not say what its base is", where=str(directory))
     require_loadable(served.format, engine)
     command = serve_command(served, engine, host=host, port=port, extra=extra)
     program = _find_program(command, python)
@@ -85,115 +67,10 @@ def deploy(
             fix=f"{_INSTALL[engine]}, then run the command above; python=<its python> names an "
             "environment that has it",
         )
-    command = [*program, *command[len(_PROGRAMS[engine]) :]]
+    command = [*program, *command[len(PROGRAMS[engine]) :]]
     console.print(shlex.join(command), markup=False, highlight=False, soft_wrap=True)
     sys.stdout.flush()
     os.execv(command[0], command)
-
-
-def serve_command(
-    served: Served,
-    engine: str,
-    *,
-    host: str | None = None,
-    port: int | None = None,
-    extra: Sequence[str] = (),
-) -> list[str]:
-    """The engine's command line for a directory.
-
-    Raises:
-        SwiftFP8Error: an adapter, for an engine that takes none by its command line.
-    """
-    arguments = _BUILD[engine](served)
-    for flag, value in zip(_FLAGS[engine], (host, port), strict=True):
-        if value is not None:
-            arguments += [flag, str(value)]
-    return [*_PROGRAMS[engine], *arguments, *extra]
-
-
-def _vllm(served: Served) -> list[str]:
-    if served.base is None:
-        return [str(served.directory)]
-    name = served.directory.name
-    rank = next((size for size in (8, 16, 32, 64, 128, 256) if size >= served.rank), 512)
-    lora = ["--enable-lora", "--max-lora-rank", str(rank)]
-    return [served.base, *lora, "--lora-modules", f"{name}={served.directory}"]
-
-
-def _sglang(served: Served) -> list[str]:
-    model = served.base or str(served.directory)
-    arguments = ["--model-path", model]
-    if served.base is not None:
-        name = served.directory.name
-        arguments += ["--enable-lora", "--lora-paths", f"{name}={served.directory}"]
-    if served.format == "modelopt":
-        arguments += ["--quantization", "modelopt"]
-    return arguments
-
-
-def _lmdeploy(served: Served) -> list[str]:
-    if served.base is None:
-        return [str(served.directory), "--backend", "pytorch"]
-    adapter = f"{served.directory.name}={served.directory}"
-    return [served.base, "--backend", "pytorch", "--adapters", adapter]
-
-
-def _tensorrt_llm(served: Served) -> list[str]:
-    if served.base is not None:
-        raise SwiftFP8Error(
-            "trtllm-serve takes adapters by a file of options, not by its command line",
-            where="engine=tensorrt_llm",
-            fix="merge it (swiftfp8 merge or export), or serve it with engine=vllm",
-        )
-    return [str(served.directory), "--backend", "pytorch"]
-
-
-def _transformers(served: Served) -> list[str]:
-    if served.base is not None:
-        raise SwiftFP8Error(
-            "transformers serve takes no adapter",
-            where="engine=transformers",
-            fix="merge it (swiftfp8 merge or export), or serve it with engine=vllm",
-        )
-    return [str(served.directory)]
-
-
-_PROGRAMS: Mapping[str, Sequence[str]] = {
-    "vllm": ("vllm", "serve"),
-    "sglang": ("python", "-m", "sglang.launch_server"),
-    "lmdeploy": ("lmdeploy", "serve", "api_server"),
-    "tensorrt_llm": ("trtllm-serve",),
-    "transformers": ("transformers", "serve"),
-}
-_BUILD: Mapping[str, Callable[[Served], list[str]]] = {
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "lmdeploy": _lmdeploy,
-    "tensorrt_llm": _tensorrt_llm,
-    "transformers": _transformers,
-}
-
-
-def _look_at(directory: Path) -> Served:
-    if not directory.is_dir():
-        raise SwiftFP8Error(
-            "there is no such directory", where=f"dir={directory}", fix="give an export"
-        )
-    known = any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    if not known:
-        raise SwiftFP8Error(
-            "this is no model: it has neither config.json nor adapter_config.json",
-            where=f"dir={directory}",
-            fix="give the directory of an export: output/<run>/export",
-        )
-    name = format_of(directory)
-    if name != "adapter":
-        return Served(directory=directory, format=name)
-    config = read_json(directory / ADAPTER_CONFIG)
-    base = config.get("base_model_name_or_path")
-    if not base:
-        raise SwiftFP8Error("the adapter does not say what its base is", where=str(directory))
-    return Served(directory=directory, format=name, base=base, rank=int(config.get("r", 8)))
 
 
 def _find_program(command: Sequence[str], python: str | None) -> list[str] | None:
@@ -210,7 +87,7 @@ def _find_program(command: Sequence[str], python: str | None) -> list[str] | Non
         return None
     if command[0] == "vllm" and (server := _cpu_builds_server(Path(found).with_name("python"))):
         return server
-    words = next(words for words in _PROGRAMS.values() if words[0] == command[0])
+    words = next(words for words in PROGRAMS.values() if words[0] == command[0])
     return [found, *words[1:]]
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from swiftfp8.config.model_names import looks_like_id
 from swiftfp8.export.judge_stage import SERVED
 from swiftfp8.export.report import FIGURES, ExportReport
+from swiftfp8.export.serve import Served, engines_that_serve, look_at, serve_command
 from swiftfp8.export.staging import REPORT_NAME
-from swiftfp8.export.targets import ENGINES
 
 _WHAT = {
     "fp8_block": "FP8 (e4m3, 128x128 blocks)",
@@ -30,6 +32,7 @@ _CLASSES = {
     "AutoModel": "feature-extraction",
 }
 _SPEAKS = "text-generation"
+_NO_ENGINE = "No engine serves this adapter as it is: `swiftfp8 merge` makes a model of it."
 _CHECKS = (
     "reload",
     "against BF16",
@@ -46,11 +49,11 @@ _CHECKS = (
 def write_report(report: ExportReport, directory: Path) -> None:
     """Write export_report.json and the model card README.md."""
     (directory / REPORT_NAME).write_text(report.to_json(), encoding="utf-8")
-    (directory / "README.md").write_text(model_card(report), encoding="utf-8")
+    (directory / "README.md").write_text(model_card(report, look_at(directory)), encoding="utf-8")
 
 
-def model_card(report: ExportReport) -> str:
-    """Markdown with the front matter that hubs read."""
+def model_card(report: ExportReport, served: Served) -> str:
+    """Markdown with the front matter that hubs read; `served` is what was written, to an engine."""
     name = report.export_dir.name
     facts = report.facts()
     what = [fact for fact in facts if fact[0] not in _CHECKS]
@@ -65,8 +68,7 @@ def model_card(report: ExportReport) -> str:
         _table(checks),
         "Figures per layer: `export_report.json`.",
         "## Use",
-        f"Engines for this format: {', '.join(_engines(report))}.",
-        f"```\n{_command(report)}\n```",
+        *_use(report, served),
         "## Versions",
         ", ".join(f"{package} {version}" for package, version in report.versions.items()),
         "## Licence",
@@ -106,22 +108,23 @@ def _training(report: ExportReport) -> list[str]:
     return ["## Training", _table(known)] if known else []
 
 
-def _engines(report: ExportReport) -> list[str]:
-    return [name for name, formats in ENGINES.items() if formats.get(report.format) is None]
+def _use(report: ExportReport, served: Served) -> list[str]:
+    """The engines that serve it and the commands, by the base's public name."""
+    base = report.base if report.format == "adapter" else None
+    served = replace(served, directory=Path(report.export_dir.name), base=base)
+    engines = engines_that_serve(served)
+    commands = [shlex.join(serve_command(served, "vllm"))] if "vllm" in engines else []
+    if report.trained is not None or not commands:
+        commands.insert(0, _infer(report))
+    said = f"Engines for this format: {', '.join(engines)}." if engines else _NO_ENGINE
+    return [said, "```\n" + "\n".join(commands) + "\n```"]
 
 
-def _command(report: ExportReport) -> str:
+def _infer(report: ExportReport) -> str:
     name = report.export_dir.name
-    if report.trained is not None:
-        if report.format == "adapter":
-            return f"swiftfp8 infer model={report.base} adapter={name}"
-        return f"swiftfp8 infer model={name}\nvllm serve {name} --runner pooling"
     if report.format == "adapter":
-        base = report.base
-        return f"vllm serve {base} --enable-lora --lora-modules {name}={name}"
-    if _pipeline(report) != _SPEAKS:
-        return f"vllm serve {name} --runner pooling"
-    return f"vllm serve {name}"
+        return f"swiftfp8 infer model={report.base} adapter={name}"
+    return f"swiftfp8 infer model={name}"
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

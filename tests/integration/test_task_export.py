@@ -117,6 +117,7 @@ def test_an_adapter_is_exported_as_it_is(tmp_path, models):
     files = {path.name for path in (run / "export").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "swiftfp8_task.json"} <= files
     assert any("score" in warning for warning in report.warnings)
+    assert "No engine serves this adapter" in (run / "export" / "README.md").read_text()
 
 
 def test_what_needs_a_language_model_is_refused(tmp_path, models):

@@ -12,9 +12,11 @@ import pytest
 from cli_kit import run_cli
 
 from swiftfp8 import deploy as module
-from swiftfp8.deploy import Served, deploy, serve_command
+from swiftfp8.deploy import deploy
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.serve import Served, look_at, serve_command
 from swiftfp8.export.targets import ENGINES
+from swiftfp8.tasks import TASK_FILE
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
@@ -28,9 +30,9 @@ def write_export(folder: Path, section: object = BLOCKS) -> Path:
     return folder
 
 
-def write_adapter(folder: Path) -> Path:
+def write_adapter(folder: Path, **more: object) -> Path:
     folder.mkdir()
-    config = {"base_model_name_or_path": "Qwen/Qwen3-8B", "r": 24}
+    config = {"base_model_name_or_path": "Qwen/Qwen3-8B", "r": 24, **more}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
@@ -69,7 +71,7 @@ def test_host_port_and_other_arguments() -> None:
 
 
 def test_adapters_go_on_their_base(tmp_path: Path) -> None:
-    served = module._look_at(write_adapter(tmp_path / "mine"))
+    served = look_at(write_adapter(tmp_path / "mine"))
     assert (served.format, served.base, served.rank) == ("adapter", "Qwen/Qwen3-8B", 24)
     command = shlex.join(serve_command(served, "vllm"))
     assert command.startswith("vllm serve Qwen/Qwen3-8B --enable-lora --max-lora-rank 32")
@@ -79,6 +81,42 @@ def test_adapters_go_on_their_base(tmp_path: Path) -> None:
     for engine in ("tensorrt_llm", "transformers"):
         with pytest.raises(SwiftFP8Error, match="merge"):
             serve_command(served, engine)
+
+
+def write_task(folder: Path) -> Path:
+    said = {"task": "embedding", "head": None, "pooling": "mean", "pad_token_id": 0}
+    (folder / TASK_FILE).write_text(json.dumps(said))
+    return folder
+
+
+def test_what_puts_out_no_words_is_pooled(tmp_path: Path) -> None:
+    """By the task that swiftfp8 trained, or by the class that config.json names."""
+    trained = look_at(write_task(write_export(tmp_path / "trained")))
+    assert serve_command(trained, "vllm")[-2:] == ["--runner", "pooling"]
+    assert serve_command(trained, "sglang")[-1] == "--is-embedding"
+    for engine in ("lmdeploy", "tensorrt_llm", "transformers"):
+        with pytest.raises(SwiftFP8Error, match="engine=vllm; or engine=sglang") as caught:
+            serve_command(trained, engine)
+        assert "puts out labels" in caught.value.what
+    folder = write_export(tmp_path / "others")
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert serve_command(look_at(folder), "vllm")[-2:] == ["--runner", "pooling"]
+
+
+def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path: Path) -> None:
+    for folder in (
+        write_task(write_adapter(tmp_path / "task")),
+        write_adapter(tmp_path / "whole", modules_to_save=["embed_tokens"]),
+    ):
+        with pytest.raises(SwiftFP8Error, match="merge") as caught:
+            deploy(folder)
+        assert "vllm serves LoRA on a language model" in caught.value.what
+
+
+def test_an_adapter_without_a_base_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SwiftFP8Error, match="what its base is"):
+        deploy(write_adapter(tmp_path / "mine", base_model_name_or_path=None))
 
 
 @pytest.mark.parametrize(

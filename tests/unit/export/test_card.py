@@ -16,7 +16,9 @@ from swiftfp8.export.judge import TaskLoss
 from swiftfp8.export.judge_stage import Judgement
 from swiftfp8.export.report import ExportReport
 from swiftfp8.export.run_facts import RunFacts, read_run_facts
+from swiftfp8.export.serve import Served
 from swiftfp8.export.verify import ReloadCheck
+from swiftfp8.tasks import Trained
 
 LOSS = TaskLoss(
     kind="evaluation", rows=4, tokens=9, adapter=True, trained=1.0, export=1.001, error=0.0
@@ -66,6 +68,12 @@ def report(**changes: object) -> ExportReport:
     return ExportReport(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def card_of(told: ExportReport, **served: object) -> str:
+    """The card of what was written in some folder, as an engine sees it."""
+    folder = Path("/tmp/.partial")
+    return model_card(told, Served(directory=folder, format=told.format, **served))  # type: ignore[arg-type]
+
+
 def front_matter(card: str) -> dict[str, object]:
     return yaml.safe_load(card.split("---")[1])
 
@@ -75,7 +83,7 @@ def section(card: str, heading: str) -> str:
 
 
 def test_the_card_has_what_a_reader_asks_for() -> None:
-    card = model_card(report())
+    card = card_of(report())
     assert front_matter(card) == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -102,12 +110,26 @@ def test_the_card_has_what_a_reader_asks_for() -> None:
 
 
 def test_a_model_without_a_run_or_a_hub_id() -> None:
-    card = model_card(report(run=None, base="my-model", format="bf16", quantized=0))
+    card = card_of(report(run=None, base="my-model", format="bf16", quantized=0))
     assert "## Training" not in card and "base_model" not in front_matter(card)
     assert front_matter(card)["tags"] == ["swiftfp8"]
-    adapter = model_card(report(format="adapter", quantized=0))
+    adapter = card_of(report(format="adapter", quantized=0), base="/home/me/qwen", rank=64)
     assert front_matter(adapter)["library_name"] == "peft"
-    assert "vllm serve Qwen/Qwen3-8B --enable-lora --lora-modules out=out" in adapter
+    lora = "vllm serve Qwen/Qwen3-8B --enable-lora --max-lora-rank 64 --lora-modules out=out\n"
+    assert lora in adapter
+    assert "Engines for this format: vllm, sglang, lmdeploy." in adapter
+
+
+def test_an_adapter_that_no_engine_serves() -> None:
+    """Of another task, or with weights that it replaces whole."""
+    trained = Trained(task="seq_cls", head=None, pooling=None)
+    for told, served in (
+        (report(format="adapter", quantized=0, trained=trained), {"speaks": False}),
+        (report(format="adapter", quantized=0), {"lora_alone": False}),
+    ):
+        use = section(card_of(told, base="/home/me/qwen", **served), "Use")
+        assert "No engine serves this adapter" in use and "swiftfp8 merge" in use
+        assert "swiftfp8 infer model=Qwen/Qwen3-8B adapter=out" in use and "vllm" not in use
 
 
 @pytest.mark.parametrize(
@@ -119,9 +141,11 @@ def test_a_model_without_a_run_or_a_hub_id() -> None:
     ],
 )
 def test_a_checkpoint_of_others_is_filed_by_its_class(model_class: str, kind: str) -> None:
-    card = model_card(report(run=None, adapter=None, model_class=model_class))
+    speaks = kind == "text-generation"
+    card = card_of(report(run=None, adapter=None, model_class=model_class), speaks=speaks)
     assert front_matter(card)["pipeline_tag"] == kind
-    assert ("--runner pooling" in card) == (kind != "text-generation")
+    assert ("vllm serve out --runner pooling" in card) == (not speaks)
+    assert ("format: vllm, sglang.\n" in card) == (not speaks)
 
 
 def test_facts_of_a_run(tmp_path: Path) -> None:
