@@ -119,10 +119,10 @@ def plan(tokens: Tokens = None) -> None:
 def export(tokens: Tokens = None) -> int:
     """Write a checkpoint for inference: run=<run directory>
 
-    Or of a model and an adapter: model=<dir> [adapter=<dir>] export_dir=<new directory>. Of a run
-    the best checkpoint is taken, or checkpoint=last. Options: export.format=bf16 and others.
-    `export verify dir=<directory> [reload=true]` checks a checkpoint that anybody wrote: 0 where
-    it is sound, 1 where it has faults.
+    Or of a model and an adapter: model=<directory or hub id> [adapter=<dir>] export_dir=<new
+    directory>. Of a run the best checkpoint is taken, or checkpoint=last. Options:
+    export.format=bf16 and others. `export verify dir=<directory> [reload=true]` checks a
+    checkpoint that anybody wrote: 0 where it is sound, 1 where it has faults.
     """
     if tokens and tokens[0] == "verify":
         return _verify(tokens[1:])
@@ -165,12 +165,12 @@ def deploy(tokens: Tokens = None) -> None:
 @app.command(cls=KeyValueCommand)
 @guarded
 def infer(tokens: Tokens = None) -> None:
-    """Chat: run=<run directory>, or model=<directory, an export's too>
+    """Chat: run=<run directory>, or model=<directory, an export's too, or hub id>
 
-    Keys: adapter= checkpoint= prompt= system= max_new_tokens= temperature= top_p= seed=. Without
-    prompt= the chat is interactive. enable_thinking=false asks a template that knows it for
-    answers without reasoning. What task=seq_cls, reward or embedding trained answers prompt= with
-    labels, a score or a vector; a reward model wants question and answer as a list of turns.
+    Keys: adapter= checkpoint= hub= prompt= system= max_new_tokens= temperature= top_p= seed=.
+    Without prompt= the chat is interactive. enable_thinking=false asks a template that knows it
+    for answers without reasoning. What task=seq_cls, reward or embedding trained answers prompt=
+    with labels, a score or a vector; a reward model wants question and answer as turns.
     """
     from swiftfp8.requests import InferRequest
 
@@ -183,11 +183,11 @@ def infer(tokens: Tokens = None) -> None:
 @app.command("eval", cls=KeyValueCommand)
 @guarded
 def evaluate(tokens: Tokens = None) -> None:
-    """Ask held-out questions: run=<run directory>, or model=<directory> dataset=<rows>
+    """Ask held-out questions: run=<run directory>, or model=<directory or hub id> dataset=<rows>
 
     Answers are generated for the last turns of the run's evaluation rows, or of dataset=, and
     compared with those wanted: exact match, ROUGE, and the loss. Keys: adapter= checkpoint=
-    limit=200 batch_size=8 max_new_tokens=256 temperature= top_p= seed= out=<file.json>
+    hub= limit=200 batch_size=8 max_new_tokens=256 temperature= top_p= seed= out=<file.json>
     """
     from swiftfp8.requests import EvalRequest
 

@@ -6,7 +6,16 @@ import dataclasses
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from typer.core import TyperCommand
@@ -149,6 +158,10 @@ def _typed(request: Any, key: str, text: str, token: str) -> Any:
         return text.lower() == "true"
     if kind == int | None:
         kind = int
+    if get_origin(kind) is Literal and text not in get_args(kind):
+        raise SwiftFP8Error(
+            f"{key} must be {' or '.join(get_args(kind))}, not '{text}'", where=where
+        )
     if kind not in (int, float):
         return text
     try:

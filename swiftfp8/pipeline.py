@@ -206,6 +206,7 @@ def infer(request: InferRequest) -> None:
         model=request.model,
         adapter=request.adapter,
         checkpoint=request.checkpoint,
+        hub=request.hub,
     )
     trusted = request.run is not None and read_resolved(Path(request.run)).trust_remote_code
     trained = read_task_file(adapter_dir or model_dir)
@@ -260,6 +261,7 @@ def evaluate(request: EvalRequest, *, console: Console | None = None) -> Evaluat
         model=request.model,
         adapter=request.adapter,
         checkpoint=request.checkpoint,
+        hub=request.hub,
     )
     trained = read_task_file(adapter_dir or model_dir)
     if trained is not None:

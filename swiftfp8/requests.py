@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class InferRequest:
     model: str | None = None
     adapter: str | None = None
     checkpoint: str | None = None
+    hub: Literal["hf", "modelscope"] = "hf"
     prompt: str | None = None
     system: str | None = None
     max_new_tokens: int = 512
@@ -70,6 +72,7 @@ class EvalRequest:
     model: str | None = None
     adapter: str | None = None
     checkpoint: str | None = None
+    hub: Literal["hf", "modelscope"] = "hf"
     dataset: str | None = None
     limit: int = 200
     batch_size: int = 8

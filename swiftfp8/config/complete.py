@@ -33,7 +33,8 @@ _BENCH_KEYS = {
 _CHAT_KEYS = ("prompt", "system", "enable_thinking")
 _INFER_KEYS = {
     **_RUN_KEYS,
-    "model": "A model directory.",
+    "model": "A model directory, hub id or registered name.",
+    "hub": "Where a hub id is looked up: hf or modelscope.",
     "prompt": "One question; left out, the chat is interactive.",
     "system": "System prompt.",
     "max_new_tokens": "Longest reply.",

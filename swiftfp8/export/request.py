@@ -49,6 +49,7 @@ def resolve_request(
         model=request.model,
         adapter=request.adapter,
         checkpoint=request.checkpoint,
+        hub="hf" if request.run else apply_overrides(Config(), request.overrides).hub,
     )
     config = read_resolved(Path(request.run)) if request.run else Config()
     config = apply_overrides(_for_this(config, request, default_name), request.overrides)
@@ -58,7 +59,7 @@ def resolve_request(
         export_dir=_target(request, config, default_name),
         settings=export_settings(config),
         context=ExportContext(
-            base_name=_public_name(config.model, model_dir),
+            base_name=_public_name(request.model or config.model, model_dir),
             adapter_name="/".join(adapter_dir.parts[-2:]) if adapter_dir else None,
             keep=_kept_by_family(model_dir),
             device=_fastest_device(),
@@ -72,9 +73,16 @@ def resolve_request(
 
 
 def locate(
-    *, run: str | None, model: str | None, adapter: str | None, checkpoint: str | None
+    *,
+    run: str | None,
+    model: str | None,
+    adapter: str | None,
+    checkpoint: str | None,
+    hub: str = "hf",
 ) -> tuple[Path, Path | None]:
     """(model directory, adapter directory or None) of a run, or of a model with its adapter.
+
+    `model` is whatever `train` takes, fetched from `hub` if need be.
 
     Raises:
         SwiftFP8Error: neither or both of run and model, or files that are missing.
@@ -83,7 +91,8 @@ def locate(
         raise SwiftFP8Error(
             "give one of run= and model=",
             where="command line",
-            fix="run=<run directory>, or model=<directory> with an optional adapter=<directory>",
+            fix="run=<run directory>, or model=<directory, hub id or registered name> with an "
+            "optional adapter=<directory>",
         )
     if run is not None:
         if adapter is not None:
@@ -92,7 +101,8 @@ def locate(
     if checkpoint is not None:
         raise SwiftFP8Error("checkpoint= goes with run=", where="checkpoint")
     assert model is not None
-    return _existing(model, "model"), _existing(adapter, "adapter") if adapter else None
+    adapter_dir = _existing_adapter(adapter) if adapter is not None else None
+    return _model_dir(model, hub), adapter_dir
 
 
 def exports_after_training(config: Config) -> bool:
@@ -181,10 +191,22 @@ def _target(request: ExportRequest, config: Config, default_name: str) -> Path:
     return Path(request.run) / default_name
 
 
-def _existing(path: str, key: str) -> Path:
+def _model_dir(model: str, hub: str) -> Path:
+    """A model directory as it was named; anything else that `train` takes is found or fetched."""
+    from swiftfp8.models.source import resolve_source
+
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    return resolve_source(Config(model=model, hub=hub)).path  # type: ignore[arg-type]
+
+
+def _existing_adapter(path: str) -> Path:
     if not Path(path).is_dir():
         raise SwiftFP8Error(
-            f"there is no directory {path}", where=key, fix="give a local Hugging Face directory"
+            f"there is no directory {path}",
+            where=f"adapter={path}",
+            fix="give a run's checkpoint or an adapter's directory",
         )
     return Path(path)
 

@@ -1,7 +1,7 @@
 """From what the user wrote to a local Hugging Face directory and its family.
 
-A model is named by a local directory, a GGUF file, a hub id, or by its family alone. Whatever it
-was, the stages after this one see a directory with config.json, safetensors and a tokenizer.
+A model is named by a local directory, a GGUF file, a hub id, or its family's name alone. Whatever
+it was, the stages after this one see a directory with config.json, safetensors and a tokenizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swiftfp8.config.schema import Config
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.models.cache import safe_name
 from swiftfp8.models.checkpoint import read_config_json
-from swiftfp8.models.family import Family, family_named, family_of
+from swiftfp8.models.family import Family, family_named, family_names, family_of
 from swiftfp8.models.gguf import convert_gguf
 from swiftfp8.models.hub import download
 from swiftfp8.models.multimodal import extract_text_model, is_multimodal
@@ -47,7 +47,14 @@ def resolve_source(config: Config) -> ModelSource:
     asked = family_named(config.model_type) if config.model_type else None
     if config.model is None:
         return _default_of(asked, config.hub)
+    if asked is None and _is_registered(config.model):
+        return _default_of(family_named(config.model), config.hub)
     return _located(config.model, config.hub, asked)
+
+
+def _is_registered(model: str) -> bool:
+    """Whether `model` is what model_type= takes, and no file or directory."""
+    return model.lower() in map(str.lower, family_names()) and not _exists(model)
 
 
 def _default_of(family: Family | None, hub: str) -> ModelSource:

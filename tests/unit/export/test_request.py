@@ -3,18 +3,24 @@
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from export_kit import save_model
+from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 
+from swiftfp8.config.paths import assets_dir
 from swiftfp8.config.schema import Config, ExportConfig
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.request import (
     check_export_after_training,
     check_export_of_model,
     export_settings,
+    locate,
     resolve_request,
 )
+from swiftfp8.models import source
+from swiftfp8.models.source import resolve_source
 from swiftfp8.requests import ExportRequest
 from tests.unit.export.test_locate import make_run
 
@@ -92,6 +98,37 @@ def test_a_model_card_is_told_no_local_path(run: Path) -> None:
     assert context.base_name == "model"
     assert context.adapter_name is not None and not context.adapter_name.startswith("/")
     assert resolve(run, "model=Qwen/Qwen3-8B").context.base_name == "Qwen/Qwen3-8B"
+
+
+def test_a_model_is_named_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registered name, or a hub id with the same words where it can't be had."""
+    for name in ("tiny", "Embedded"):
+        found, adapter = locate(run=None, model=name, adapter=None, checkpoint=None)
+        assert found == assets_dir() / "tiny" and adapter is None
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(SwiftFP8Error) as trained:
+        resolve_source(Config(model="Owner/Model"))
+    with pytest.raises(SwiftFP8Error) as asked:
+        locate(run=None, model="Owner/Model", adapter=None, checkpoint=None)
+    assert str(asked.value) == str(trained.value)
+    assert "no local directory 'Owner/Model', and it can't be fetched" in str(asked.value)
+
+
+def test_an_export_looks_where_hub_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        source, "download", lambda model, hub: asked.append((model, hub)) or assets_dir() / "tiny"
+    )
+    request = ExportRequest(
+        model="Owner/Model", overrides=("hub=modelscope", "export_dir=somewhere")
+    )
+    job = resolve_request(request, console=Console())
+    assert asked == [("Owner/Model", "modelscope")]
+    assert job.context.base_name == "Owner/Model"
+
+
+def offline(*args: object, **options: object) -> str:
+    raise LocalEntryNotFoundError("no network")
 
 
 def test_registered_texts_are_files() -> None:

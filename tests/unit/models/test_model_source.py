@@ -109,6 +109,14 @@ def test_a_family_alone_takes_its_default(model: Path, monkeypatch: pytest.Monke
     assert (source.origin, source.name) == ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
 
 
+def test_a_registered_name_is_a_model_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless something on disk has that name."""
+    assert resolve_source(Config(model="tiny")) == resolve_source(Config(model_type="tiny"))
+    monkeypatch.chdir(model.parent)
+    (model.parent / "tiny").symlink_to(model)
+    assert resolve_source(Config(model="tiny")).path == model
+
+
 def test_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*args: object, **options: object) -> str:
         raise LocalEntryNotFoundError("no network")
