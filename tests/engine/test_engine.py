@@ -10,6 +10,8 @@ The processes are forks of a Python that has imported vLLM or transformers and n
 (`fork_server`); on CPUs with AMX, unless vLLM runs on a GPU, and in
 `test_an_export_is_not_done_before_vllm_has_run_it`, vLLM starts from nothing, as users' does.
 
+SWIFTFP8_NO_FORKS=1 starts all of them so, for machines where imports start threads.
+
 `bash scripts/engine_tests.sh` makes the environment and sets SWIFTFP8_ENGINE_PYTHON; its
 ENGINE_PYTHON may name one with vLLM's CUDA build.
 """
@@ -49,6 +51,7 @@ from swiftfp8.export.report import ExportReport
 from swiftfp8.export.source import build_model, open_source
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(150)]
+NO_FORKS = bool(os.environ.get("SWIFTFP8_NO_FORKS"))
 
 # initializer_range 0.05: the model has preferences, so that a wrong weight shows in the output.
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
@@ -139,7 +142,9 @@ def vllm(
 ) -> Iterator[Engine]:
     own = find_engine(engine_python)
     assert isinstance(own, Engine)
-    if own.amx and own.device == "cpu":  # a state of the processor that forks were not tried with
+    if NO_FORKS or (
+        own.amx and own.device == "cpu"
+    ):  # a state of the processor that forks were not tried with
         yield own
         return
     # The thread that pyarrow starts where pandas is: a server of forks must have none.
@@ -154,6 +159,9 @@ def vllm(
 
 @pytest.fixture(scope="session")
 def transformers(root: Path) -> Iterator[str]:
+    if NO_FORKS:
+        yield sys.executable
+        return
     environment = verify.reload_environment()
     folder = root / "transformers"
     with fork_server(folder, sys.executable, TRANSFORMERS_IMPORTS, environment) as python:
