@@ -33,6 +33,7 @@ from swiftfp8.requests import (
 )
 from swiftfp8.steps import describe_steps, size_steps, warn_of_warm_up
 from swiftfp8.tasks import REWARD_HEAD, Head, read_task_file
+from swiftfp8.threads import limited_threads, threads_for
 
 if TYPE_CHECKING:
     from swiftfp8.bench import BenchRequest, Row
@@ -100,40 +101,39 @@ def _train(composed: Composed, console: Console, *, warmup_steps: int, saves: bo
     )
     print_plan(made, console)
     _print_lines(console, _name_note(config))
-    _set_threads(made)
+    with limited_threads(made.cpu_threads):
+        tokenizer, datasets = _read_rows(config, source, made)
+        _print_lines(console, datasets.report.summary_lines())
+        config = size_steps(config, datasets, console)
 
-    tokenizer, datasets = _read_rows(config, source, made)
-    _print_lines(console, datasets.report.summary_lines())
-    config = size_steps(config, datasets, console)
-
-    run_dir = start_run(
-        composed, source.name, plan=plan_to_dict(made), precision_report=precision_report(made)
-    )
-    with _kept_once_begun(run_dir):
-        _print_lines(console, [f"run directory: {run_dir}"])
-        set_seed(config.seed)  # the adapter's first weights are drawn below
-        model = load_model(
-            source,
-            made.weight_dtype,
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-            task=made.task,
-            head=made.head,
-            pad_token_id=tokenizer.pad_token_id,
+        run_dir = start_run(
+            composed, source.name, plan=plan_to_dict(made), precision_report=precision_report(made)
         )
-        model = inject_precision(model, made, made.device)
-        return run_training(
-            model,
-            tokenizer,
-            datasets,
-            made,
-            config,
-            run_dir,
-            resume_from,
-            console=console,
-            warmup_steps=warmup_steps,
-            saves=saves,
-        )
+        with _kept_once_begun(run_dir):
+            _print_lines(console, [f"run directory: {run_dir}"])
+            set_seed(config.seed)  # the adapter's first weights are drawn below
+            model = load_model(
+                source,
+                made.weight_dtype,
+                attn_implementation=config.attn_implementation,
+                trust_remote_code=config.trust_remote_code,
+                task=made.task,
+                head=made.head,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+            model = inject_precision(model, made, made.device)
+            return run_training(
+                model,
+                tokenizer,
+                datasets,
+                made,
+                config,
+                run_dir,
+                resume_from,
+                console=console,
+                warmup_steps=warmup_steps,
+                saves=saves,
+            )
 
 
 def plan(
@@ -210,29 +210,30 @@ def infer(request: InferRequest) -> None:
     )
     trusted = request.run is not None and read_resolved(Path(request.run)).trust_remote_code
     trained = read_task_file(adapter_dir or model_dir)
-    if trained is not None:
-        judge(
+    with threads_for(model_dir):
+        if trained is not None:
+            judge(
+                model_dir,
+                adapter_dir,
+                trained,
+                prompt=request.prompt,
+                trust_remote_code=request.trust_remote_code or trusted,
+            )
+            return
+        chat(
             model_dir,
             adapter_dir,
-            trained,
             prompt=request.prompt,
+            system=request.system,
+            sampling=Sampling(
+                max_new_tokens=request.max_new_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                seed=request.seed,
+                enable_thinking=request.enable_thinking,
+            ),
             trust_remote_code=request.trust_remote_code or trusted,
         )
-        return
-    chat(
-        model_dir,
-        adapter_dir,
-        prompt=request.prompt,
-        system=request.system,
-        sampling=Sampling(
-            max_new_tokens=request.max_new_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            seed=request.seed,
-            enable_thinking=request.enable_thinking,
-        ),
-        trust_remote_code=request.trust_remote_code or trusted,
-    )
 
 
 def evaluate(request: EvalRequest, *, console: Console | None = None) -> Evaluation:
@@ -272,16 +273,17 @@ def evaluate(request: EvalRequest, *, console: Console | None = None) -> Evaluat
         )
     run = read_resolved(Path(request.run)) if request.run else Config()
     entries = [name.strip() for name in (request.dataset or "").strip("[]").split(",")]
-    found = stage.evaluate(
-        stage.rows_of(run, list(filter(None, entries))),
-        model_dir,
-        adapter_dir,
-        sampling=sampling,
-        limit=request.limit,
-        batch_size=request.batch_size,
-        trust_remote_code=request.trust_remote_code or run.trust_remote_code,
-        console=console,
-    )
+    with threads_for(model_dir):
+        found = stage.evaluate(
+            stage.rows_of(run, list(filter(None, entries))),
+            model_dir,
+            adapter_dir,
+            sampling=sampling,
+            limit=request.limit,
+            batch_size=request.batch_size,
+            trust_remote_code=request.trust_remote_code or run.trust_remote_code,
+            console=console,
+        )
     stage.print_evaluation(found, console)
     if request.out is not None:
         stage.write_evaluation(found, Path(request.out))
@@ -327,9 +329,12 @@ def _write_export(job: ExportJob, write: Callable[..., ExportReport]) -> ExportR
     from swiftfp8.export.task_base import task_base
 
     trusted = job.context.trust_remote_code
-    with task_base(
-        job.model_dir, job.adapter_dir, job.export_dir, trust_remote_code=trusted
-    ) as base:
+    with (
+        threads_for(job.model_dir),
+        task_base(
+            job.model_dir, job.adapter_dir, job.export_dir, trust_remote_code=trusted
+        ) as base,
+    ):
         return write(base, job.adapter_dir, job.export_dir, job.settings, job.context)
 
 
@@ -446,14 +451,6 @@ def _export_told(run_dir: Path) -> Iterator[None]:
 def _print_lines(console: Console, lines: list[str]) -> None:
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _set_threads(made: Plan) -> None:
-    """The plan's CPU threads, unless the user set their own."""
-    import torch
-
-    if made.cpu_threads is not None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(made.cpu_threads)
 
 
 def _free_memory() -> None:

@@ -68,6 +68,7 @@ from swiftfp8.selection import lora_targets, unmatched_excludes
 from swiftfp8.speed import SLOWER, step_seconds
 from swiftfp8.stream_plan import stream_notes, stream_problems
 from swiftfp8.tasks import TASKS, speaks, task_notes, task_problems
+from swiftfp8.threads import cpu_threads
 from swiftfp8.tuning import (
     ADAMW,
     PATTERNS,
@@ -95,9 +96,6 @@ __all__ = [
     "RecipeOptions",
     "build_plan",
 ]
-
-# Two threads were 5 times slower than one on 2.9e6 parameters, on two cores.
-ONE_THREAD_PARAMS = 20_000_000
 
 
 def build_plan(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
@@ -282,7 +280,7 @@ def _plan_as_asked(config: Config, hardware: Hardware, meta: ModelMeta) -> Plan:
         decoder_coverage=coverage_of([layer for layer in layers if layer.name not in outputs]),
         master_weights=master_weights,
         state_dtype=config.optim.state_dtype if master_weights else "fp32",
-        cpu_threads=_cpu_threads(hardware, meta),
+        cpu_threads=cpu_threads(meta.total_params, hardware.device),
         memory=memory,
         fallbacks=granted.fallbacks,
         task=config.task,
@@ -348,9 +346,3 @@ def _pooling(config: Config, meta: ModelMeta) -> str | None:
     if config.embedding.pooling != "auto":
         return config.embedding.pooling
     return "mean" if meta.encoder else "last_token"
-
-
-def _cpu_threads(hardware: Hardware, meta: ModelMeta) -> int | None:
-    """One thread for a model whose matmuls cost less than waking a second one."""
-    small = hardware.device == "cpu" and meta.total_params < ONE_THREAD_PARAMS
-    return 1 if small else None
