@@ -72,7 +72,7 @@ def model_card(report: ExportReport, served: Served) -> str:
         "## Versions",
         ", ".join(f"{package} {version}" for package, version in report.versions.items()),
         "## Licence",
-        "The licence of the base model applies.",
+        f"The licence of the base model ({report.base}) applies.",
     ]
     return "\n\n".join(parts) + "\n"
 

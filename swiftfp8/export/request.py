@@ -11,6 +11,7 @@ from typing import Literal
 from rich.console import Console
 
 from swiftfp8.config.compose import apply_overrides, read_resolved
+from swiftfp8.config.model_names import looks_like_id
 from swiftfp8.config.schema import Config, ExportConfig
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.calibrate_stage import read_calibration_rows
@@ -59,7 +60,7 @@ def resolve_request(
         export_dir=_target(request, config, default_name),
         settings=export_settings(config),
         context=ExportContext(
-            base_name=_public_name(request.model or config.model, model_dir),
+            base_name=_public_name(request.model or config.model, config.model_type, model_dir),
             adapter_name="/".join(adapter_dir.parts[-2:]) if adapter_dir else None,
             keep=_kept_by_family(model_dir),
             device=_fastest_device(),
@@ -176,9 +177,19 @@ def _file_of(name: str) -> str:
     return str(path) if path else name
 
 
-def _public_name(model: str | None, model_dir: Path) -> str:
-    """A hub id, or a file's or directory's own name: a model card tells no local path."""
-    return Path(model or model_dir).name if not model or Path(model).exists() else model
+def _public_name(model: str | None, model_type: str | None, model_dir: Path) -> str:
+    """A hub id, or a registered, file's or directory's own name: a card tells no local path."""
+    from swiftfp8.models.family import family_named
+    from swiftfp8.models.source import is_registered
+
+    named = model or model_type
+    if named is None:
+        return model_dir.name
+    if model is None or is_registered(model):
+        family = family_named(named)
+        return family.default_model or family.name
+    local = Path(named).expanduser().exists() or not looks_like_id(named)
+    return Path(named).absolute().name if local else named
 
 
 def _target(request: ExportRequest, config: Config, default_name: str) -> Path:

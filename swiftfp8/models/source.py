@@ -47,12 +47,12 @@ def resolve_source(config: Config) -> ModelSource:
     asked = family_named(config.model_type) if config.model_type else None
     if config.model is None:
         return _default_of(asked, config.hub)
-    if asked is None and _is_registered(config.model):
+    if asked is None and is_registered(config.model):
         return _default_of(family_named(config.model), config.hub)
     return _located(config.model, config.hub, asked)
 
 
-def _is_registered(model: str) -> bool:
+def is_registered(model: str) -> bool:
     """Whether `model` is what model_type= takes, and no file or directory."""
     return model.lower() in map(str.lower, family_names()) and not _exists(model)
 

@@ -106,6 +106,7 @@ def test_the_card_has_what_a_reader_asks_for() -> None:
         assert line in checks
     assert "vllm, sglang, lmdeploy, tensorrt_llm, transformers" in section(card, "Use")
     assert "vllm serve out" in section(card, "Use")
+    assert "licence of the base model (Qwen/Qwen3-8B) applies" in section(card, "Licence")
     assert "/home/me" not in card
 
 

@@ -98,6 +98,25 @@ def test_a_model_card_is_told_no_local_path(run: Path) -> None:
     assert context.base_name == "model"
     assert context.adapter_name is not None and not context.adapter_name.startswith("/")
     assert resolve(run, "model=Qwen/Qwen3-8B").context.base_name == "Qwen/Qwen3-8B"
+    assert resolve(run, "model=/gone/model").context.base_name == "model"
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("model_type: tiny", "tiny"),
+        ("model_type: qwen2.5", "Qwen/Qwen2.5-0.5B-Instruct"),
+        ("model: tiny", "tiny"),
+    ],
+)
+def test_the_base_of_a_run_without_a_path_or_id(run: Path, told: str, name: str) -> None:
+    """Also of a full fine-tuning, whose checkpoint is the model that is read."""
+    (run / "resolved.yaml").write_text(f"{told}\n")
+    assert resolve(run).context.base_name == name
+    adapter = run / "checkpoint-10" / "adapter_config.json"
+    adapter.unlink()
+    adapter.with_name("config.json").write_text('{"model_type": "qwen3"}')
+    assert resolve(run).context.base_name == name
 
 
 def test_a_model_is_named_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
