@@ -94,7 +94,7 @@ def check_checkpoint(
             if isinstance(found, Fault):
                 faults.append(found)
             else:
-                checked += f"; {reload_text(found)}"
+                checked += f"; {reload_text(found, quantized=name != 'bf16')}"
     section = {} if name == "adapter" else quantization_section(directory)
     static = section.get("activation_scheme") == "static"
     loads = engines_for(name, static=static)

@@ -172,13 +172,15 @@ class ExportReport:
 
     def _reload_text(self) -> str:
         if self.read_back:
+            back = self.read_back
+            how = "from the files and dequantized" if self.quantized else "from the files"
             return (
-                f"not by transformers: {self.read_back.obstacle}. {self.read_back.tensors} tensors "
-                "read back from the files and dequantized by swiftfp8, equal"
+                f"not by transformers: {back.obstacle}. {back.tensors} tensors read back {how} by "
+                "swiftfp8, equal"
             )
         if self.reload is None:
             return "not checked (export.verify=false)"
-        return reload_text(self.reload)
+        return reload_text(self.reload, quantized=self.quantized > 0)
 
 
 def _perplexity(fidelity: Fidelity) -> str:

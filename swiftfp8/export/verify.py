@@ -56,7 +56,7 @@ class ReloadCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadBack:
-    """Tensors that were read from the written files, dequantized and found equal; and why that.
+    """Tensors read from the written files (dequantized if need be) and found equal; and why that.
 
     `obstacle` says why no other program read them.
     """
@@ -124,11 +124,12 @@ def verify_reload(
     )
 
 
-def reload_text(check: ReloadCheck) -> str:
-    """What a reload showed, in words."""
+def reload_text(check: ReloadCheck, *, quantized: bool) -> str:
+    """What a reload showed, in words; `quantized`: there was something to dequantize."""
+    how = "dequantized on the CPU" if quantized else "on the CPU"
     equal = "logits bit-equal" if check.bit_equal else f"logits within {check.max_difference:.2g}"
     return (
-        f"transformers {check.transformers}, fresh process, dequantized on the CPU: "
+        f"transformers {check.transformers}, fresh process, {how}: "
         f"{check.parameters} parameters equal, {equal}"
     )
 

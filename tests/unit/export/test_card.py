@@ -17,7 +17,7 @@ from swiftfp8.export.judge_stage import Judgement
 from swiftfp8.export.report import ExportReport
 from swiftfp8.export.run_facts import RunFacts, read_run_facts
 from swiftfp8.export.serve import Served
-from swiftfp8.export.verify import ReloadCheck
+from swiftfp8.export.verify import ReadBack, ReloadCheck
 from swiftfp8.tasks import Trained
 
 LOSS = TaskLoss(
@@ -147,6 +147,14 @@ def test_a_checkpoint_of_others_is_filed_by_its_class(model_class: str, kind: st
     assert front_matter(card)["pipeline_tag"] == kind
     assert ("vllm serve out --runner pooling" in card) == (not speaks)
     assert ("format: vllm, sglang.\n" in card) == (not speaks)
+
+
+def test_dequantized_is_said_of_fp8_alone() -> None:
+    back = ReadBack(tensors=56, obstacle="an adapter is no model by itself")
+    for quantized in (7, 0):
+        for changes in ({}, {"reload": None, "read_back": back}):
+            card = card_of(report(quantized=quantized, format="bf16", **changes))
+            assert ("dequantized" in card) == (quantized > 0)
 
 
 def test_facts_of_a_run(tmp_path: Path) -> None:
