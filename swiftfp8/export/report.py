@@ -151,7 +151,8 @@ class ExportReport:
         verdicts = {verdict.figure: verdict for verdict in judged.verdicts}
         rows = []
         if f := judged.fidelity:
-            rows.append(("against BF16", f"{_perplexity(f)} on {f.text}, {f.tokens} tokens"))
+            tokens = f"{f.tokens} tokens (every one, prompts too)"
+            rows.append(("against BF16", f"{_perplexity(f)} on {f.text}, {tokens}"))
             rows += [(name, str(verdicts[name])) for name in FIGURES]
         if judged.served:
             rows.append((SERVED, f"{_perplexity(judged.served)}, inputs rounded to FP8 too"))
