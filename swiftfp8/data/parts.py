@@ -12,7 +12,7 @@ from swiftfp8.data.lengths import Pair
 from swiftfp8.data.processes import count_processes
 from swiftfp8.data.progress import tokenizing
 from swiftfp8.data.reading import Converted
-from swiftfp8.data.report import PartReport, bad_rows_error, count_reasons
+from swiftfp8.data.report import PartReport, bad_rows_error, count_reasons, in_order
 from swiftfp8.data.task_rows import RelatedRows, TaskRows
 from swiftfp8.data.task_tokens import tokenize_task
 from swiftfp8.data.token_rows import TokenRows
@@ -146,6 +146,7 @@ def settle_bad(bad: list[BadPlace], total: int, config: Config) -> None:
         raise bad_rows_error(bad, total)
     if bad:
         reasons = ", ".join(f"{n} x {reason}" for reason, n in count_reasons(bad).items())
+        first = in_order(bad)[0].where
         log.warning(
-            "skipped %d bad rows of %d (%s); the first: %s", len(bad), total, reasons, bad[0].where
+            "skipped %d bad rows of %d (%s); the first: %s", len(bad), total, reasons, first
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from swiftfp8.data.files import BadPlace
@@ -101,7 +101,7 @@ class DataReport:
 
 def bad_rows_error(bad: list[BadPlace], total: int) -> SwiftFP8Error:
     """All bad rows in one error: the first ten with place and reason, and how many in all."""
-    bad = sorted(bad, key=_by_line(bad))
+    bad = in_order(bad)
     shown = [f"  {place.where}: {place.reason}" for place in bad[:_SHOWN]]
     if len(bad) > _SHOWN:
         shown.append(f"  ... and {len(bad) - _SHOWN} more")
@@ -113,8 +113,8 @@ def bad_rows_error(bad: list[BadPlace], total: int) -> SwiftFP8Error:
     )
 
 
-def _by_line(bad: list[BadPlace]) -> Callable[[BadPlace], tuple[int, int]]:
-    """Order of bad rows: files as they were read, and in each by line or row number."""
+def in_order(bad: Sequence[BadPlace]) -> list[BadPlace]:
+    """Bad rows as a reader of the files meets them: files as read, lines or rows by number."""
     files: dict[str, int] = {}
 
     def cut(place: BadPlace) -> tuple[str, int]:
@@ -123,7 +123,7 @@ def _by_line(bad: list[BadPlace]) -> Callable[[BadPlace], tuple[int, int]]:
 
     for place in bad:
         files.setdefault(cut(place)[0], len(files))
-    return lambda place: (files[cut(place)[0]], cut(place)[1])
+    return sorted(bad, key=lambda place: (files[cut(place)[0]], cut(place)[1]))
 
 
 def count_reasons(bad: list[BadPlace]) -> dict[str, int]:

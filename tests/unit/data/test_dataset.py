@@ -71,13 +71,15 @@ def test_bad_rows_of_every_kind_are_told_in_the_order_of_their_lines(tokenizer, 
 
 
 def test_skipped_bad_rows_are_counted_by_reason_with_one_warning(tokenizer, write, caplog):
-    rows = [GOOD, "{", {"instruction": "q", "output": ""}, {"instruction": "q", "output": " "}]
+    rows = [GOOD, {"instruction": "q", "output": ""}, "{", {"instruction": "q", "output": " "}]
+    path = write("a.jsonl", rows)
     with caplog.at_level(logging.WARNING, logger="swiftfp8"):
-        data = load(tokenizer, dataset=write("a.jsonl", rows), data={"on_bad_row": "skip"})
+        data = load(tokenizer, dataset=path, data={"on_bad_row": "skip"})
     assert len(data.train) == 1
     assert data.report.train.skipped == {"no answer": 2, "malformed JSON": 1}
     assert len(caplog.records) == 1
     assert "skipped 3 bad rows of 4" in caplog.text
+    assert f"the first: {path}:2\n" in caplog.text
 
 
 def test_a_file_of_bad_rows_only_is_an_error_even_when_skipped(tokenizer, write):
