@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -57,13 +58,18 @@ class BenchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One stack's result, or why there is none. `speed` and `memory` are over the base's."""
+    """One stack's result, or why there is none. `speed` and `memory` are over the base's.
+
+    A quarter of the timed steps ran at fewer tokens a second than `quartiles` begin with, and a
+    quarter at more than they end with: how far apart they are is the noise of the measurement.
+    """
 
     stack: str
     what: str
     precision: str | None = None
     recompute: str | None = None
     tokens_per_second: float | None = None
+    quartiles: Sequence[float] | None = None
     ms_per_step: float | None = None
     peak_gib: float | None = None
     mfu: float | None = None
@@ -122,7 +128,7 @@ def results_table(rows: Sequence[Row]) -> Table:
             row.stack,
             row.precision or "",
             row.recompute or "",
-            _shown(row.tokens_per_second, ".0f"),
+            _shown(row.tokens_per_second, ".0f") + _spread(row),
             _shown(row.ms_per_step, ".1f"),
             _shown(row.peak_gib, ".1f"),
             _shown(row.mfu, ".1%"),
@@ -130,6 +136,14 @@ def results_table(rows: Sequence[Row]) -> Table:
             _shown(row.memory, ".2f"),
         )
     return table
+
+
+def quartiles(rates: Sequence[float]) -> tuple[float, float] | None:
+    """Below the first of them lies a quarter of the rates, above the second another."""
+    if len(rates) < 2:
+        return None
+    first, _, third = statistics.quantiles(rates, n=4, method="inclusive")
+    return first, third
 
 
 def trial_config(config: Config, folder: Path, steps: int) -> Config:
@@ -197,13 +211,15 @@ def _train_ours(composed: Composed, warmup: int) -> dict[str, Any]:
 
     result = pipeline.train(composed, warmup_steps=warmup, saves=False)
     plan = json.loads((result.run_dir / "plan.json").read_text())
-    mfus = [line["mfu"] for line in read_log(result.run_dir)[warmup:] if line.get("mfu")]
+    lines = [line for line in read_log(result.run_dir) if "loss" in line][warmup:]
+    mfus = [line["mfu"] for line in lines if line.get("mfu")]
     recipe, compute = plan["recipe"], plan["compute_dtype"]
     seconds = result.seconds_per_step
     return {
         "precision": f"{recipe['recipe']} by {plan['backend']}" if recipe else compute,
         "recompute": plan["gradient_checkpointing"],
         "tokens_per_second": result.tokens_per_second,
+        "quartiles": quartiles([line["tokens_per_second"] for line in lines]),
         "ms_per_step": None if seconds is None else 1e3 * seconds,
         "peak_gib": result.peak_memory_gib,
         "mfu": sum(mfus) / len(mfus) if mfus else None,
@@ -238,6 +254,14 @@ def _write(rows: Sequence[Row], request: BenchRequest, config: Config) -> Path:
         },
     )
     return target
+
+
+def _spread(row: Row) -> str:
+    """Half the distance between the quartiles, as a share of the speed."""
+    if row.quartiles is None or not row.tokens_per_second:
+        return ""
+    low, high = row.quartiles
+    return f" ±{(high - low) / 2 / row.tokens_per_second:.0%}"
 
 
 def _shown(value: float | None, form: str) -> str:

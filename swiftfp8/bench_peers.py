@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 from torch.utils.data import Sampler
 
 from swiftfp8.adapters.lora import compact_targets
+from swiftfp8.bench import quartiles
 from swiftfp8.config.schema import Config
 from swiftfp8.data.dataset import load_datasets
 from swiftfp8.errors import SwiftFP8Error
@@ -25,6 +27,7 @@ from swiftfp8.hardware import probe
 from swiftfp8.models.load import load_meta, load_model, load_tokenizer
 from swiftfp8.models.source import resolve_source
 from swiftfp8.plan import LoraPlan, Plan, build_plan
+from swiftfp8.threads import limited_threads
 from swiftfp8.train.arguments import OWN_OPTIMIZERS, training_arguments, with_tokens_per_step
 from swiftfp8.train.batches import EpochSampler, count_tokens
 from swiftfp8.train.flops import flops_per_token, peak_flops
@@ -90,7 +93,8 @@ def train_peer(config: Config, folder: Path, *, warmup: int, compiled: bool) -> 
         train_dataset=datasets.train,
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
+    with limited_threads(plan.cpu_threads):  # as many as ours has
+        trainer.train()
     return {"precision": plan.compute_dtype, "recompute": recompute, **trainer.result(plan, warmup)}
 
 
@@ -110,13 +114,16 @@ class _Peer(transformers.Trainer):
         """Speed, memory and loss of the steps after the first `warmup`."""
         timed = len(self._times) - warmup
         seconds = self._times[-1] - self._times[warmup - 1]
-        tokens = sum(int(count) for count in self._tokens[self._ends[warmup - 1] :])
+        ends = self._ends[warmup - 1 :]
+        counts = [sum(map(int, self._tokens[a:b])) for a, b in pairwise(ends)]
+        times = [b - a for a, b in pairwise(self._times[warmup - 1 :])]
         cuda = plan.device == "cuda"
         peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
-        rate = tokens / seconds
+        rate = sum(counts) / seconds
         losses = [float(loss) for loss in self._losses]
         return {
             "tokens_per_second": rate,
+            "quartiles": quartiles([n / t for n, t in zip(counts, times, strict=True)]),
             "ms_per_step": 1e3 * seconds / timed,
             "peak_gib": peak_memory_gib(cuda=cuda),
             "mfu": rate * flops_per_token(plan) / peak if peak else None,

@@ -9,10 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from swiftfp8 import bench as module
-from swiftfp8.bench import STACKS, BenchRequest, Row, add_ratios, bench, trial_config
+from swiftfp8.bench import (
+    STACKS,
+    BenchRequest,
+    Row,
+    add_ratios,
+    bench,
+    quartiles,
+    results_table,
+    trial_config,
+)
 from swiftfp8.config.compose import Composed, compose_config
 from swiftfp8.config.schema import Config
 from swiftfp8.errors import RunFailed, SwiftFP8Error
@@ -37,6 +47,46 @@ def test_ratios_are_over_the_first_peer_that_ran() -> None:
     assert (rows[0].speed, rows[0].memory) == (2.0, 0.25)
     assert rows[1].speed is None
     assert rows[2].speed == 1.0
+
+
+def test_a_row_shows_how_far_its_steps_spread() -> None:
+    assert quartiles([10.0, 20.0, 30.0, 40.0, 50.0]) == (20.0, 40.0)
+    assert quartiles([10.0]) is None
+    out = io.StringIO()
+    rows = [row("plan", tokens_per_second=30.0, quartiles=(20.0, 40.0)), row("hf")]
+    Console(file=out, width=120).print(results_table(rows))
+    assert "30 ±33%" in out.getvalue()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="threads are the CPU's affair")
+@pytest.mark.parametrize("stack", ["plan", "hf"])
+def test_every_stack_has_the_plans_threads_and_a_spread(
+    stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before, seen = torch.get_num_threads(), set()
+    torch.set_num_threads(2)
+    forward = torch.nn.Linear.forward
+
+    def watched(self: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.add(torch.get_num_threads())
+        return forward(self, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", watched)
+    tokens = [
+        "max_length=32",
+        "dtype=bf16",
+        "per_device_train_batch_size=2",
+        "dataset=quickstart#9",
+    ]
+    job = {"config": "quickstart", "overrides": tokens, "folder": str(tmp_path), "stack": stack}
+    try:
+        values = module._work({**job, "warmup": 1, "steps": 3})
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}  # of the embedded model, on a CPU
+    low, high = values["quartiles"]
+    assert 0 < low <= high
 
 
 def test_without_a_peer_there_is_no_ratio() -> None:
