@@ -60,9 +60,21 @@ def choose_format(
         f"no row format{'' if task == 'sft' else f' of task={task}'} fits the columns "
         f"{', '.join(map(str, row)) or '(none)'}",
         where=where,
-        fix=f"rename columns, as data.columns={{question: instruction, answer: output}}; formats: "
-        f"{needs}",
+        fix=f"{_other_task(row)}rename columns, as "
+        f"'data.columns={{ask: instruction, reply: output}}'; formats: {needs}",
     )
+
+
+def _other_task(row: Row) -> str:
+    """Advice to set the task that reads such rows, if there is one."""
+    from swiftfp8.data.task_formats import task_formats
+    from swiftfp8.tasks import TASKS
+
+    for task in TASKS.values():
+        for form in task_formats(task.formats):
+            if reason := form.detect(row):
+                return f"set task={task.name}, which reads rows with {reason}; or "
+    return ""
 
 
 def rename(row: Row, columns: Mapping[str, str]) -> Row:

@@ -121,7 +121,7 @@ def _names(labels: Sequence[Any]) -> list[str]:
         raise SwiftFP8Error(
             f"the training rows have {len(found)} different labels",
             where="dataset",
-            fix="rename the label's column, as data.columns={NAME: label}, or set "
+            fix="rename the label's column, as 'data.columns={NAME: label}', or set "
             "problem_type=regression",
         )
     whole = all(re.fullmatch("-?[0-9]+", name) for name in found)  # isdigit takes "²", too

@@ -3,7 +3,9 @@ import json
 import pytest
 
 from swiftfp8.data.formats import FORMATS, BadRow, choose_format, rename
+from swiftfp8.data.task_formats import task_formats
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.tasks import TASKS
 
 PARTS = [{"type": "text", "text": "q"}]
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -109,8 +111,26 @@ def test_faults_of_other_formats(row, asked, reason):
 def test_no_format_fits_lists_the_columns_and_the_formats():
     with pytest.raises(SwiftFP8Error, match="columns frage, antwort") as caught:
         choose_format({"frage": "q", "antwort": "a"}, "auto", where="f:1")
-    assert "data.columns" in caught.value.fix
+    assert (
+        "rename columns, as 'data.columns={ask: instruction, reply: output}'; " in caught.value.fix
+    )
+    assert "task=" not in caught.value.fix
     assert all(form.name in caught.value.fix for form in FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "advised"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "sft", "dpo"),
+        ({"sentence": "q", "label": "a"}, "sft", "seq_cls"),
+        ({"instruction": "q", "output": "a"}, "dpo", "sft"),
+    ],
+)
+def test_rows_of_another_task_are_told_to_set_it(row, task, advised):
+    formats = task_formats(TASKS[task].formats)
+    with pytest.raises(SwiftFP8Error) as caught:
+        choose_format(row, "auto", where="rows:1", formats=formats, task=task)
+    assert caught.value.fix.startswith(f"set task={advised}, which reads rows with column")
 
 
 def test_renamed_columns_are_detected():
