@@ -120,32 +120,41 @@ def load_for_chat(
 
 def load_chat_tokenizer(*directories: Path | None, trust_remote_code: bool = False) -> Any:
     """The tokenizer of the first directory that has one; it must have a chat template."""
+    tokenizer, directory = load_tokenizer(*directories, trust_remote_code=trust_remote_code)
+    if not tokenizer.chat_template:
+        raise SwiftFP8Error(
+            "the tokenizer has no chat template",
+            where=str(directory),
+            fix="put the model's chat_template.jinja there, or take a run that was trained "
+            "with template=<file>",
+        )
+    return tokenizer
+
+
+def load_tokenizer(*directories: Path | None, trust_remote_code: bool = False) -> tuple[Any, Path]:
+    """The tokenizer of the first directory that has one, and that directory."""
     from transformers import AutoTokenizer
 
     from swiftfp8.export.files import has_tokenizer
 
     given = [directory for directory in directories if directory is not None]
-    for directory in given:
-        if has_tokenizer(directory):
-            try:
-                tokenizer: Any = AutoTokenizer.from_pretrained(
-                    directory, trust_remote_code=trust_remote_code
-                )
-            except (OSError, ValueError) as error:
-                raise SwiftFP8Error(
-                    f"the tokenizer can't be read: {str(error).splitlines()[0]}",
-                    where=str(directory),
-                    fix="set trust_remote_code=true if it has code of its own that you have read",
-                ) from error
-            if not tokenizer.chat_template:
-                raise SwiftFP8Error(
-                    "the tokenizer has no chat template",
-                    where=str(directory),
-                    fix="put the model's chat_template.jinja there, or take a run that was trained "
-                    "with template=<file>",
-                )
-            return tokenizer
-    raise SwiftFP8Error("no tokenizer files", where=", ".join(map(str, given)))
+    directory = next(filter(has_tokenizer, given), None)
+    if directory is None:
+        raise SwiftFP8Error(
+            "no tokenizer files",
+            where=", ".join(map(str, given)),
+            fix="copy tokenizer.json and tokenizer_config.json there from the base model",
+        )
+    try:
+        return AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trust_remote_code
+        ), directory
+    except (OSError, ValueError) as error:
+        raise SwiftFP8Error(
+            f"the tokenizer can't be read: {str(error).splitlines()[0]}",
+            where=str(directory),
+            fix="set trust_remote_code=true if it has code of its own that you have read",
+        ) from error
 
 
 def stream_answer(

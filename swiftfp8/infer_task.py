@@ -13,7 +13,7 @@ from rich.console import Console
 
 from swiftfp8.data.formats import BadRow, Content, decoded, read_turn
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.infer import load_for_chat
+from swiftfp8.infer import load_for_chat, load_tokenizer
 from swiftfp8.tasks import Trained
 
 _MANY = 2048  # tokens, where the model doesn't say how many positions it has
@@ -38,7 +38,7 @@ def judge(
             is no conversation.
     """
     console = console or Console()
-    tokenizer = _load_tokenizer(adapter_dir, model_dir, trust_remote_code=trust_remote_code)
+    tokenizer, _ = load_tokenizer(adapter_dir, model_dir, trust_remote_code=trust_remote_code)
     with console.status("loading the model"):
         model = load_for_chat(
             model_dir, adapter_dir, trust_remote_code=trust_remote_code, trained=trained
@@ -127,21 +127,3 @@ def _encode(tokenizer: Any, content: Content, trained: Trained, model: Any) -> l
         ids = tokenizer(text, add_special_tokens=False, **options)["input_ids"]
     eos = tokenizer.eos_token_id
     return [*ids, eos] if closed and eos is not None and ids[-1:] != [eos] else ids
-
-
-def _load_tokenizer(*directories: Path | None, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    from swiftfp8.export.files import has_tokenizer
-
-    given = [directory for directory in directories if directory is not None]
-    for directory in given:
-        if has_tokenizer(directory):
-            try:
-                return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-            except (OSError, ValueError) as error:
-                raise SwiftFP8Error(
-                    f"the tokenizer can't be read: {str(error).splitlines()[0]}",
-                    where=str(directory),
-                ) from error
-    raise SwiftFP8Error("no tokenizer files", where=", ".join(map(str, given)))

@@ -60,6 +60,15 @@ class RegisteredDataset:
         return self.source, self.subset, self.split
 
 
+def no_rows(entry: str, where: str) -> SwiftFP8Error:
+    """The error for an entry of `dataset` that is empty."""
+    return SwiftFP8Error(
+        f"data set '{entry}' has no rows",
+        where=where,
+        fix="write one row a line into it, or leave it out of the data sets",
+    )
+
+
 def read_entry(entry: str, *, hub: str, seed: int) -> list[RowSet]:
     """The rows of one entry of `dataset`, `#N` sampling done.
 
@@ -74,7 +83,7 @@ def read_entry(entry: str, *, hub: str, seed: int) -> list[RowSet]:
         found = _read_place(name, hub)
     found = [replace(rows, entry=entry) for rows in found]
     if not any(len(rows.rows) or rows.bad for rows in found):
-        raise SwiftFP8Error(f"data set '{entry}' has no rows", where=found[0].where)
+        raise no_rows(entry, found[0].where)
     return found if wanted is None else _sample(found, wanted, seed)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from swiftfp8.data.chat import Example
 from swiftfp8.data.files import BadPlace
 from swiftfp8.data.report import SourceReport
+from swiftfp8.data.sources import no_rows
 from swiftfp8.data.stream_sources import Place, StreamSource, read_on, stream_sources
 from swiftfp8.errors import SwiftFP8Error
 
@@ -120,7 +121,7 @@ class BlockReader:
                     found.append(replace(told, entry=entry, where=source.where, rows=None))
                     break
             if empty:
-                raise SwiftFP8Error(f"data set '{entry}' has no rows", where=sources[0].where)
+                raise no_rows(entry, sources[0].where)
         return tuple(found)
 
     def next_block(self, size: int) -> Block:

@@ -122,7 +122,7 @@ def check_safetensors(path: Path) -> set[str]:
             f"{path.name} is {'truncated' if size < expected else 'too long'}: "
             f"expected {expected} bytes, found {size}",
             where=str(path),
-            fix=_DOWNLOAD_AGAIN,
+            fix=f"{_DOWNLOAD_AGAIN}; `swiftfp8 export verify dir={path.parent}` checks them all",
         )
     return set(header)
 

@@ -181,6 +181,7 @@ def test_a_truncated_weight_file_is_named(model_dir: Path, tmp_path: Path) -> No
     with pytest.raises(SwiftFP8Error, match=r"model.safetensors is truncated") as caught:
         answer(tmp_path / "model")
     assert caught.value.where == str(weights)
+    assert f"swiftfp8 export verify dir={tmp_path / 'model'}" in str(caught.value.fix)
 
 
 def test_a_damaged_adapter_is_named(model_dir: Path, tmp_path: Path) -> None:
@@ -194,8 +195,9 @@ def test_a_damaged_adapter_is_named(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_loaded(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(SwiftFP8Error, match="no tokenizer"):
+    with pytest.raises(SwiftFP8Error, match="no tokenizer files") as caught:
         answer(tmp_path)
+    assert "copy tokenizer.json" in str(caught.value.fix)
     with pytest.raises(SwiftFP8Error, match="can't load the adapter"):
         answer(model_dir, tmp_path)
     with pytest.raises(SwiftFP8Error, match="negative"):

@@ -46,7 +46,7 @@ MALFORMED = {
     "not parquet": ("a.parquet", "rows", None, "not a parquet file"),
     "a cut gzip file": ("a.jsonl.gz", gzip.compress(GOOD.encode() * 99)[:-20], None,
                         "can't be read"),
-    "empty": ("a.jsonl", "\n", None, "has no rows"),
+    "empty": ("a.jsonl", "\n", None, "fix:   write one row a line"),
 }  # fmt: skip
 
 

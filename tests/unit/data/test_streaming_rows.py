@@ -190,6 +190,7 @@ def test_an_empty_file_is_named_before_the_run(tokenizer, write, text, eval_rows
             with pytest.raises(SwiftFP8Error, match=r"empty.jsonl' has no rows") as caught:
                 use(config_of(dataset, data=data))
             assert caught.value.where == str(empty)
+            assert "one row a line" in str(caught.value.fix)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
