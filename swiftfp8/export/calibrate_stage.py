@@ -22,6 +22,7 @@ from swiftfp8.export.calibrate import WINDOW, Calibration, calibrate, calibratio
 from swiftfp8.export.clock import Clock
 from swiftfp8.export.layout import Layout
 from swiftfp8.export.locate import tokenizer_dir
+from swiftfp8.export.run_rows import rows_of_words
 from swiftfp8.export.source import Source
 from swiftfp8.export.staging import check_space
 
@@ -119,7 +120,7 @@ def read_calibration_rows(
     rows = load_datasets(reading, tokenizer, 1, whole=True).train
     first_token = tokenizer.bos_token_id
     return CalibrationRows(
-        rows=[list(rows[index]["input_ids"]) for index in range(len(rows))],
+        rows=[list(map(int, ids)) for ids, _ in rows_of_words(rows)],
         first_token=first_token if isinstance(first_token, int) else None,
         seed=config.seed,
     )

@@ -2,23 +2,24 @@
 
 Evaluation rows are the best judges: the run never trained on them. Where there are none, rows that
 it was trained on serve, and the report says so. Rows that chose the rounding (`export.calibrate`)
-judge nothing.
+judge nothing. Of preferences the chosen answers are words to predict, of ratings the desired ones.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from swiftfp8.config.schema import Config
 from swiftfp8.export.judge import Row
 from swiftfp8.export.locate import tokenizer_dir
+from swiftfp8.tasks import speaks
 
-_OF_WORDS = ("sft", "pretrain")
 _SAMPLE = 256  # training rows per entry of `dataset`: more than the judges look at
 
 
@@ -41,7 +42,7 @@ def read_run_rows(config: Config, model_dir: Path, adapter_dir: Path | None) -> 
     Raises:
         SwiftFP8Error: rows that are named and can't be read.
     """
-    if config.task not in _OF_WORDS:
+    if not speaks(config):
         return RunRows(missing=f"task={config.task} does not predict words")
     calibrates = config.export.calibrate and not config.export.calibration_dataset
     if config.val_dataset:
@@ -59,7 +60,21 @@ def read_run_rows(config: Config, model_dir: Path, adapter_dir: Path | None) -> 
     if clash:
         return RunRows(missing="the run's rows chose the rounding, so they can't judge it")
     rows = _tokenized(config, entries, model_dir, tokenizer_dir(model_dir, adapter_dir))
+    if not rows:
+        return RunRows(missing="none of the run's rows is a desired answer")
     return RunRows(rows=rows, kind=kind)
+
+
+def rows_of_words(rows: Any) -> Iterator[tuple[Any, Any]]:
+    """Token ids and labels of rows that a task tokenized: of preferences those to be learned."""
+    for index in range(len(rows)):
+        row = rows[index]
+        if "chosen_ids" in row:
+            yield row["chosen_ids"], row["chosen_labels"]
+        elif "good" not in row:
+            yield row["input_ids"], row["labels"]
+        elif row["good"]:
+            yield row["ids"], row["labels"]
 
 
 def take_rows(rows: Sequence[Row], tokens: int) -> list[Row]:
@@ -108,8 +123,11 @@ def _tokenized(
     found = datasets.eval if split or first else datasets.train
     assert found is not None
     return [
-        Row(ids_T=torch.tensor(row["input_ids"]), labels_T=torch.tensor(row["labels"]))
-        for row in (found[index] for index in range(len(found)))
+        Row(
+            ids_T=torch.as_tensor(ids, dtype=torch.int64),
+            labels_T=torch.as_tensor(labels, dtype=torch.int64),
+        )
+        for ids, labels in rows_of_words(found)
     ]
 
 

@@ -32,6 +32,9 @@ def test_the_packaged_preferences_are_learned(tmp_path: Path) -> None:
     assert result["metrics"]["eval_rewards/margins"] > 1
     assert result["metrics"]["eval_rewards/accuracies"] == 1.0
     assert "adapter off" in " ".join(done.stdout.split())
+    asked = run(tmp_path, "eval", "run=output/quiet", "limit=2", "max_new_tokens=8")
+    assert asked.returncode == 0, asked.stderr
+    assert "2 evaluation rows" in asked.stdout
 
 
 def test_rows_of_another_task_end_with_file_and_line(tmp_path: Path) -> None:

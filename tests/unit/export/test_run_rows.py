@@ -1,9 +1,11 @@
 """Rows that judge an export: evaluation rows, else training rows, never those that calibrated."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from swiftfp8.config.paths import assets_dir
 from swiftfp8.config.schema import Config, ExportConfig
@@ -74,9 +76,44 @@ def test_rows_that_a_split_set_aside_judge_and_do_not_calibrate() -> None:
     assert len(read_calibration_rows(Config(max_length=256, **held), model(), None).rows) == 40
 
 
-@pytest.mark.parametrize("task", ["seq_cls", "dpo", "reward", "embedding"])
+@pytest.mark.parametrize("task", ["seq_cls", "reward", "embedding"])
 def test_rows_of_other_tasks_have_no_loss_over_words(task: str) -> None:
     assert task in str(read(dataset=["quickstart"], task=task).missing)
+
+
+def rated(file: Path, desired: int, others: int) -> str:
+    """A file of ratings with so many desired answers, which say yes, and others, which say no."""
+    ratings = [True] * desired + [False] * others
+    rows = [
+        {"prompt": f"{k} + 1?", "completion": "yes" if good else "no", "label": good}
+        for k, good in enumerate(ratings)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return str(file)
+
+
+def test_chosen_answers_are_what_a_dpo_run_is_judged_and_calibrated_on() -> None:
+    run = {"task": "dpo", "dataset": ["quickstart-preferences#20"], "split_dataset_ratio": 0.2}
+    found = read(**run, export=CALIBRATED)
+    assert (found.kind, len(found.rows)) == ("evaluation", 4)
+    for row in found.rows:
+        trained = row.labels_T != -100
+        assert 0 < trained.sum() < len(trained)
+        assert torch.equal(row.labels_T[trained], row.ids_T[trained])
+    tokenizer = AutoTokenizer.from_pretrained(model())
+    said = [tokenizer.decode(row.ids_T[row.labels_T != -100]) for row in found.rows]
+    assert not any(answer.isupper() for answer in said)  # the rejected ones shout
+    chosen = read_calibration_rows(Config(max_length=256, **run), model(), None).rows
+    assert len(chosen) == 16
+    assert not any(row.ids_T.tolist() in chosen for row in found.rows)
+
+
+def test_desired_answers_are_what_a_kto_run_is_judged_on(tmp_path: Path) -> None:
+    run = {"task": "dpo", "rlhf": {"loss_type": "kto"}}
+    found = read(**run, dataset=[rated(tmp_path / "some.jsonl", 3, 5)])
+    assert (found.kind, len(found.rows)) == ("training", 3)
+    found = read(**run, dataset=[rated(tmp_path / "none.jsonl", 0, 5)])
+    assert not found.rows and "desired answer" in str(found.missing)
 
 
 def test_no_rows_have_a_reason_and_bad_ones_an_error(tmp_path: Path) -> None:
