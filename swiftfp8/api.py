@@ -96,12 +96,16 @@ class Trainer:
         require_inputs(arguments.composed)
         self.arguments = arguments
         self.run_dir: Path | None = None
+        self._seen: Composed | None = None  # what the user has seen this machine's plan of
 
     def plan(self, hardware: str | None = None) -> Plan:
         """Print and return what each layer gets here, or on `hardware` (such as "h200")."""
         from swiftfp8 import pipeline
 
-        return pipeline.plan(self.arguments.composed, hardware)
+        composed = self.arguments.composed
+        made = pipeline.plan(composed, hardware)
+        self._seen = composed if hardware is None else self._seen
+        return made
 
     def train(self) -> TrainResult:
         """Train, and leave the export to `export_model`."""
@@ -113,7 +117,10 @@ class Trainer:
         check_export_after_training(config)
         check_export_of_model(config, resolve_source(config).path)
         config = replace(config, export_dir=None, export_quantization_bit=None)
-        result = pipeline.train(replace(self.arguments.composed, config=config))
+        composed = self.arguments.composed
+        result = pipeline.train(
+            replace(composed, config=config), shows_plan=composed is not self._seen
+        )
         self.run_dir = result.run_dir
         return result
 

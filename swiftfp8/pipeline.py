@@ -51,14 +51,22 @@ def train(
     console: Console | None = None,
     warmup_steps: int = 1,
     saves: bool = True,
+    shows_plan: bool = True,
 ) -> TrainResult:
     """Plan, load, inject and train; then export, where the configuration asks for it.
 
     A trial's throughput leaves `warmup_steps` out, and without `saves` it writes no checkpoint.
+    Without `shows_plan` the plan is not printed: the user has seen it.
     """
     _refuse_several_processes()
     with sources_named(composed):
-        result = _train(composed, console or Console(), warmup_steps=warmup_steps, saves=saves)
+        result = _train(
+            composed,
+            console or Console(),
+            warmup_steps=warmup_steps,
+            saves=saves,
+            shows_plan=shows_plan,
+        )
     from swiftfp8.export.request import exports_after_training
 
     if exports_after_training(composed.config) and not result.interrupted:
@@ -85,7 +93,9 @@ def dry_run(composed: Composed, *, console: Console | None = None) -> Plan:
     return made
 
 
-def _train(composed: Composed, console: Console, *, warmup_steps: int, saves: bool) -> TrainResult:
+def _train(
+    composed: Composed, console: Console, *, warmup_steps: int, saves: bool, shows_plan: bool
+) -> TrainResult:
     from transformers import set_seed
 
     from swiftfp8.inject import inject_precision
@@ -99,7 +109,8 @@ def _train(composed: Composed, console: Console, *, warmup_steps: int, saves: bo
     resume_from = (
         find_resume(Path(config.resume_from_checkpoint)) if config.resume_from_checkpoint else None
     )
-    print_plan(made, console)
+    if shows_plan:
+        print_plan(made, console)
     _print_lines(console, _name_note(config))
     with limited_threads(made.cpu_threads):
         tokenizer, datasets = _read_rows(config, source, made)

@@ -47,20 +47,20 @@ def _from_hf(repo: str, patterns: tuple[str, ...]) -> Path:
             folder = snapshot_download(
                 repo, allow_patterns=list(patterns), ignore_patterns=list(_UNWANTED)
             )
-    except GatedRepoError as error:
+    except GatedRepoError:
         raise SwiftFP8Error(
             f"'{repo}' is gated: the hub gives it only to accounts that were granted access",
             where=where,
             fix="ask for access on the model's page, then run `hf auth login`",
-        ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
+        ) from None
+    except (RepositoryNotFoundError, HFValidationError):
         raise SwiftFP8Error(
             f"no model '{repo}' on the Hugging Face hub, and no local directory of that name",
             where=where,
             fix="check the spelling; a private model needs `hf auth login`",
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise _offline(repo, "the hub can't be reached and the model isn't in its cache") from error
+        ) from None
+    except LocalEntryNotFoundError:
+        raise _offline(repo, "the hub can't be reached and the model isn't in its cache") from None
     except (OSError, *HfHubHTTPError.__bases__) as error:  # its base is the HTTP client's error
         raise _offline(repo, f"the download failed: {_first_line(error)}") from error
     return Path(folder)

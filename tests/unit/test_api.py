@@ -70,7 +70,7 @@ def test_a_value_that_no_file_could_hold_is_told_by_its_key() -> None:
 def test_an_argument_that_is_changed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    def train(composed: Any) -> Any:
+    def train(composed: Any, **options: Any) -> Any:
         seen.append(composed)
         return SimpleNamespace(run_dir=Path("output/run"))
 
@@ -111,7 +111,7 @@ def test_a_trainer_takes_arguments_alone() -> None:
 def test_train_then_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
 
-    def train(composed: Any) -> Any:
+    def train(composed: Any, **options: Any) -> Any:
         seen.append(composed.config)
         return SimpleNamespace(run_dir=Path("output/run"))
 
@@ -133,6 +133,28 @@ def test_train_then_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
             "export.format=auto",
         ),
     )
+
+
+def test_a_plan_that_was_seen_is_not_printed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one of other hardware, nor of arguments that were changed since."""
+    shown: list[bool] = []
+
+    def train(composed: Any, *, shows_plan: bool) -> Any:
+        shown.append(shows_plan)
+        return SimpleNamespace(run_dir=Path("output/run"))
+
+    monkeypatch.setattr(pipeline, "train", train)
+    monkeypatch.setattr(pipeline, "plan", lambda composed, hardware: None)
+    given = SftArguments(model_type="tiny", dataset="quickstart", max_steps=1)
+    trainer = Trainer(given)
+    trainer.train()
+    trainer.plan("h200")
+    trainer.train()
+    trainer.plan()
+    trainer.train()
+    given.lora_rank = 64
+    trainer.train()
+    assert shown == [True, True, False, True]
 
 
 def test_nothing_is_trained_that_can_not_be_exported(
