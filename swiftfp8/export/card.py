@@ -10,7 +10,7 @@ from pathlib import Path
 from swiftfp8.config.model_names import looks_like_id
 from swiftfp8.export.judge_stage import SERVED
 from swiftfp8.export.report import FIGURES, ExportReport
-from swiftfp8.export.serve import Served, engines_that_serve, look_at, serve_command
+from swiftfp8.export.serve import OF_A_RUN, Served, engines_that_serve, look_at, serve_command
 from swiftfp8.export.staging import REPORT_NAME
 
 _WHAT = {
@@ -54,13 +54,14 @@ def write_report(report: ExportReport, directory: Path) -> None:
 
 def model_card(report: ExportReport, served: Served) -> str:
     """Markdown with the front matter that hubs read; `served` is what was written, to an engine."""
-    name = report.export_dir.name
+    base = report.base if report.format == "adapter" else None
+    served = replace(served, directory=_told(report.export_dir), base=base)
     facts = report.facts()
     what = [fact for fact in facts if fact[0] not in _CHECKS]
     checks = [fact for fact in facts if fact[0] in _CHECKS]
     parts = [
         *_front_matter(report),
-        f"# {name}",
+        f"# {served.name}",
         f"{_WHAT[report.format]}, written by swiftfp8 on {report.created}.",
         _table(what),
         *_training(report),
@@ -110,21 +111,27 @@ def _training(report: ExportReport) -> list[str]:
 
 def _use(report: ExportReport, served: Served) -> list[str]:
     """The engines that serve it and the commands, by the base's public name."""
-    base = report.base if report.format == "adapter" else None
-    served = replace(served, directory=Path(report.export_dir.name), base=base)
     engines = engines_that_serve(served)
     commands = [shlex.join(serve_command(served, "vllm"))] if "vllm" in engines else []
     if report.trained is not None or not commands:
-        commands.insert(0, _infer(report))
+        commands.insert(0, _infer(served))
     said = f"Engines for this format: {', '.join(engines)}." if engines else _NO_ENGINE
     return [said, "```\n" + "\n".join(commands) + "\n```"]
 
 
-def _infer(report: ExportReport) -> str:
-    name = report.export_dir.name
-    if report.format == "adapter":
-        return f"swiftfp8 infer model={report.base} adapter={name}"
-    return f"swiftfp8 infer model={name}"
+def _infer(served: Served) -> str:
+    place = str(served.directory)
+    named = {"model": place} if served.base is None else {"model": served.base, "adapter": place}
+    return shlex.join(["swiftfp8", "infer", *(f"{key}={it}" for key, it in named.items())])
+
+
+def _told(directory: Path) -> Path:
+    """The directory as it was given; a card tells no path from a machine's root."""
+    if directory.is_absolute() and directory.is_relative_to(Path.cwd()):
+        return directory.relative_to(Path.cwd())
+    if directory.is_absolute():
+        return Path(*directory.parts[-2 if directory.name in OF_A_RUN else -1 :])
+    return directory
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

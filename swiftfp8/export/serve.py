@@ -28,6 +28,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "tensorrt_llm": ("trtllm-serve",),
     "transformers": ("transformers", "serve"),
 }
+OF_A_RUN = ("export", "merged")  # what an export is called within its run's directory
 # engine -> why its command line takes no adapter.
 _NO_ADAPTER: Mapping[str, str] = {
     "tensorrt_llm": "takes adapters by a file of options, not by its command line",
@@ -51,6 +52,12 @@ class Served:
     rank: int = 0
     speaks: bool = True
     lora_alone: bool = True
+
+    @property
+    def name(self) -> str:
+        """Its own name; of `<run>/export` and `<run>/merged` the run's."""
+        place = self.directory.absolute()
+        return (place.name in OF_A_RUN and place.parent.name) or place.name
 
 
 def look_at(directory: Path) -> Served:
@@ -136,18 +143,16 @@ def _vllm(served: Served) -> list[str]:
     if served.base is None:
         pooling = [] if served.speaks else ["--runner", "pooling"]
         return [str(served.directory), *pooling]
-    name = served.directory.name
     rank = next((size for size in (8, 16, 32, 64, 128, 256) if size >= served.rank), 512)
     lora = ["--enable-lora", "--max-lora-rank", str(rank)]
-    return [served.base, *lora, "--lora-modules", f"{name}={served.directory}"]
+    return [served.base, *lora, "--lora-modules", f"{served.name}={served.directory}"]
 
 
 def _sglang(served: Served) -> list[str]:
     model = served.base or str(served.directory)
     arguments = ["--model-path", model]
     if served.base is not None:
-        name = served.directory.name
-        arguments += ["--enable-lora", "--lora-paths", f"{name}={served.directory}"]
+        arguments += ["--enable-lora", "--lora-paths", f"{served.name}={served.directory}"]
     if not served.speaks:
         arguments += ["--is-embedding"]
     if served.format == "modelopt":
@@ -158,7 +163,7 @@ def _sglang(served: Served) -> list[str]:
 def _lmdeploy(served: Served) -> list[str]:
     if served.base is None:
         return [str(served.directory), "--backend", "pytorch"]
-    adapter = f"{served.directory.name}={served.directory}"
+    adapter = f"{served.name}={served.directory}"
     return [served.base, "--backend", "pytorch", "--adapters", adapter]
 
 

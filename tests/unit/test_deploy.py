@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,8 @@ def test_adapters_go_on_their_base(tmp_path: Path) -> None:
     assert command.endswith(f"--lora-modules mine={tmp_path}/mine")
     assert serve_command(served, "sglang")[-2:] == ["--lora-paths", f"mine={tmp_path}/mine"]
     assert serve_command(served, "lmdeploy")[-2:] == ["--adapters", f"mine={tmp_path}/mine"]
+    of_a_run = replace(served, directory=Path("output/news/export"))
+    assert serve_command(of_a_run, "vllm")[-1] == "news=output/news/export"
     for engine in ("tensorrt_llm", "transformers"):
         with pytest.raises(SwiftFP8Error, match="merge"):
             serve_command(served, engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,29 @@ def test_a_model_without_a_run_or_a_hub_id() -> None:
     lora = "vllm serve Qwen/Qwen3-8B --enable-lora --max-lora-rank 64 --lora-modules out=out\n"
     assert lora in adapter
     assert "Engines for this format: vllm, sglang, lmdeploy." in adapter
+
+
+@pytest.mark.parametrize(
+    ("given", "title", "told"),
+    [
+        ("output/news/export", "news", "output/news/export"),
+        ("/home/me/runs/news/merged", "news", "news/merged"),
+        ("{here}/served", "served", "served"),
+        ("../elsewhere", "elsewhere", "../elsewhere"),
+        ("my export", "my export", "'my export'"),
+    ],
+)
+def test_the_title_is_the_runs_name_and_the_directory_as_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, title: str, told: str
+) -> None:
+    """But for what lies between a machine's root and the run."""
+    monkeypatch.chdir(tmp_path)
+    place = Path(given.format(here=tmp_path))
+    card = card_of(report(export_dir=place))
+    assert f"\n# {title}\n" in card and f"\nvllm serve {told}\n" in card
+    assert "/home/me" not in card and str(tmp_path) not in card
+    adapter = card_of(report(export_dir=place, format="adapter"), base="x")
+    assert f"--lora-modules {shlex.quote(f'{title}={shlex.split(told)[0]}')}\n" in adapter
 
 
 def test_an_adapter_that_no_engine_serves() -> None:

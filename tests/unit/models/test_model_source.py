@@ -126,7 +126,9 @@ def test_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_source(Config(model="Owner/Model"))
     assert "no local directory 'Owner/Model', and it can't be fetched" in str(caught.value)
     assert "local directory" in str(caught.value.fix)
-    assert caught.value.__suppress_context__  # a Python user is told no more than this
+    assert (
+        caught.value.__cause__ is None and caught.value.__suppress_context__
+    )  # a Python user is told no more than this
 
 
 def test_modelscope_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
