@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# So that several can run at a time.
+ON_GPU = {"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 2**30}
+
 
 def main() -> None:
     """Score the job's rows."""
@@ -22,7 +25,7 @@ def main() -> None:
         model=job["directory"], dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True,
         max_model_len=longest, max_num_seqs=1, max_num_batched_tokens=longest,
         max_logprobs=job["top"],
-        **({"kv_cache_memory_bytes": 2**30} if torch.cuda.is_available() else {}),
+        **(ON_GPU if torch.cuda.is_available() else {}),
     )  # fmt: skip
     wanted = SamplingParams(
         max_tokens=1, temperature=0.0, prompt_logprobs=job["top"], detokenize=False

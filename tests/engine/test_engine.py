@@ -142,9 +142,8 @@ def vllm(
 ) -> Iterator[Engine]:
     own = find_engine(engine_python)
     assert isinstance(own, Engine)
-    if NO_FORKS or (
-        own.amx and own.device == "cpu"
-    ):  # a state of the processor that forks were not tried with
+    amx = own.amx and own.device == "cpu"  # a state of the processor: forks were not tried with it
+    if NO_FORKS or amx:
         yield own
         return
     # The thread that pyarrow starts where pandas is: a server of forks must have none.
