@@ -69,10 +69,16 @@ def train(
         )
     from swiftfp8.export.request import exports_after_training
 
-    if exports_after_training(composed.config) and not result.interrupted:
+    if result.interrupted or not saves:
+        return result
+    if exports_after_training(composed.config):
         _free_memory()
         with _export_told(result.run_dir):
             export(ExportRequest(run=str(result.run_dir)), console=console)
+    else:
+        run = shlex.quote(f"run={result.run_dir}")
+        said = (f"ask it:    swiftfp8 infer {run}", f"export it: swiftfp8 export {run}")
+        _print_lines(console or Console(), [f"trained: {result.run_dir}", *said])
     return result
 
 

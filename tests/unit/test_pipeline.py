@@ -103,6 +103,24 @@ def test_an_export_that_does_not_end_well_leaves_the_command_that_makes_it(
     assert said == "training is done, its export is not: swiftfp8 export run=output/r\n"
 
 
+@pytest.mark.parametrize(("interrupted", "saves"), [(False, True), (True, True), (False, False)])
+def test_a_run_that_ends_without_an_export_says_what_comes_next(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    interrupted: bool,
+    saves: bool,
+) -> None:
+    result = SimpleNamespace(run_dir=Path("output/my run"), interrupted=interrupted)
+    monkeypatch.setattr(pipeline, "_train", lambda *_, **__: result)
+    pipeline.train(compose_config("quickstart", []), saves=saves)
+    said = (
+        "trained: output/my run\n"
+        "ask it:    swiftfp8 infer 'run=output/my run'\n"
+        "export it: swiftfp8 export 'run=output/my run'\n"
+    )
+    assert capsys.readouterr().out == ("" if interrupted or not saves else said)
+
+
 def test_a_second_ctrl_c_leaves_the_command_that_resumes(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
