@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ _READ_BY = {
     "desirable_weight": "kto",
     "undesirable_weight": "kto",
 }
+_OF_REWARD = "center_rewards_coefficient"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,19 +143,33 @@ def uses_reference(config: Config) -> bool:
 
 
 def _unread_options(config: Config) -> list[SwiftFP8Error]:
-    """Options of another preference loss, which would change nothing without a word."""
-    if config.task != "dpo":
-        return []
+    """Options of another task or preference loss, which would change nothing without a word."""
     asked, usual = config.rlhf, type(config.rlhf)()
+    set_ones = [f.name for f in fields(asked) if getattr(asked, f.name) != getattr(usual, f.name)]
+    reader = {name: "reward" if name == _OF_REWARD else "dpo" for name in set_ones}
+    others = [name for name in set_ones if reader[name] != config.task]
+    if others:
+        return [
+            unread_rlhf(config.task, name, getattr(asked, name), reader[name]) for name in others
+        ]
     return [
         SwiftFP8Error(
-            f"rlhf.{name} is read by rlhf.loss_type={reader} alone, not by {asked.loss_type}",
+            f"rlhf.{name} is read by rlhf.loss_type={loss} alone, not by {asked.loss_type}",
             where=f"rlhf.{name}={getattr(asked, name):g}",
-            fix=f"leave it out, or set rlhf.loss_type={reader}",
+            fix=f"leave it out, or set rlhf.loss_type={loss}",
         )
-        for name, reader in _READ_BY.items()
-        if reader != asked.loss_type and getattr(asked, name) != getattr(usual, name)
+        for name, loss in _READ_BY.items()
+        if loss != asked.loss_type and name in set_ones
     ]
+
+
+def unread_rlhf(task: str, name: str, value: object, reader: str = "dpo") -> SwiftFP8Error:
+    """An option of `rlhf` that the task does not read; `reader` is the one that does."""
+    return SwiftFP8Error(
+        f"rlhf.{name} is read by task={reader}, and this is task={task}",
+        where=f"rlhf.{name}={str(value).lower()}",
+        fix=f"set task={reader}, or leave it out (rlhf=sigmoid undoes what a recipe sets)",
+    )
 
 
 def task_problems(config: Config) -> list[SwiftFP8Error]:

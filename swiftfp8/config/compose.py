@@ -25,6 +25,7 @@ from swiftfp8.config.tokens import Override, expand_sweep, parse_tokens, to_toke
 from swiftfp8.config.validate import FILE_SUFFIXES, check_names, resolve, validate
 from swiftfp8.errors import SwiftFP8Error, raise_all
 from swiftfp8.registry import suggest_path, unknown
+from swiftfp8.tasks import unread_rlhf
 
 SCHEMA_DEFAULT = "schema default"
 
@@ -114,7 +115,10 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def require_inputs(composed: Composed) -> None:
-    """Fail where a run has no model or no rows to learn from, before anything is loaded."""
+    """Fail where a run has no model or no rows to learn from, before anything is loaded.
+
+    A loss for preferences beside no `task` is refused too: the usual one would pass for no loss.
+    """
     config, problems = composed.config, []
     where = shown_path(composed.recipe_path) if composed.recipe_path else "command line"
     if config.model is None and config.model_type is None:
@@ -123,6 +127,11 @@ def require_inputs(composed: Composed) -> None:
     if not config.dataset:
         fix = "add dataset=<file, hub id or registered name>"
         problems.append(SwiftFP8Error("no dataset to train on", where=where, fix=fix))
+    named, task = (composed.provenance[key] for key in ("rlhf.loss_type", "task"))
+    if task == SCHEMA_DEFAULT != named:
+        problem = unread_rlhf(config.task, "loss_type", config.rlhf.loss_type)
+        problem.where = named
+        problems.append(problem)
     raise_all(problems)
 
 

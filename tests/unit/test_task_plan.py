@@ -40,6 +40,14 @@ def classifier():
             "not by ipo",
             "loss_type=kto",
         ),
+        ({"rlhf": {"loss_type": "kto"}}, "and this is task=sft", "set task=dpo"),
+        ({"rlhf": {"beta": 0.5}}, "rlhf.beta is read by task=dpo", "set task=dpo"),
+        ({"task": "reward", "rlhf": {"precompute_ref": True}}, "rlhf.precompute_ref", "task=dpo"),
+        (
+            {"task": "dpo", "rlhf": {"center_rewards_coefficient": 0.1}},
+            "is read by task=reward",
+            "set task=reward",
+        ),
     ],
 )
 def test_combinations_that_can_not_work(options, what, fix):

@@ -181,6 +181,20 @@ def test_bits_that_a_format_contradicts_are_noted(bits: int, form: str, said: bo
     assert any(f"export.format={form}" in note for note in notes) == said
 
 
+@pytest.mark.parametrize("loss", ["sigmoid", "kto"])
+def test_a_preference_loss_without_a_task_is_refused(loss: str) -> None:
+    with pytest.raises(SwiftFP8Error, match=r"rlhf\.loss_type is read by task=dpo") as caught:
+        require_inputs(compose_config("quickstart", [f"rlhf={loss}"]))
+    assert f"command line, rlhf={loss}" in str(caught.value.where)
+    Path("mine.yaml").write_text(f"model_type: tiny\ndataset: quickstart\nrlhf: {loss}\n")
+    with pytest.raises(SwiftFP8Error, match="and this is task=sft"):
+        require_inputs(compose_config("mine", []))
+    other = compose_config("dpo_quickstart", ["task=sft", "rlhf=sigmoid"])
+    require_inputs(other)  # a recipe's loss is undone so
+    Path("resolved.yaml").write_text(to_yaml(compose_config("quickstart").config))
+    require_inputs(compose_config("resolved.yaml", []))
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "cosine_with_min_lr"])
 def test_a_lowest_rate_that_the_schedule_does_not_know_is_noted(schedule: str) -> None:
     tokens = ["optim.min_lr_ratio=0.2", f"optim.lr_scheduler_type={schedule}"]
