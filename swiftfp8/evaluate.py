@@ -119,7 +119,7 @@ def evaluate(
 
 
 def print_evaluation(found: Evaluation, console: Console, *, shown: int = 3) -> None:
-    """A table of the means, and the first answers."""
+    """A table of the means, and some answers: those that are furthest from what was wanted."""
     left_out = f", {found.left_out} left out" if found.left_out else ""
     table = Table(title=f"{found.rows} {found.source}{left_out}", title_justify="left")
     for heading in ("loss", "perplexity", *METRICS):
@@ -128,11 +128,15 @@ def print_evaluation(found: Evaluation, console: Console, *, shown: int = 3) -> 
     figures = [f"{found.metrics[name]:.3f}" for name in METRICS]
     table.add_row(f"{found.loss:.4f}", f"{perplexity:.3f}", *figures)
     console.print(table)
-    for one in found.answers[:shown]:
+    for one in sorted(found.answers, key=_nearness)[:shown]:
         for name, text in (("asked", one.prompt), ("wanted", one.wanted), ("answer", one.answer)):
             line = f"{name:7}{' '.join(text.split())}"
             console.print(line, markup=False, highlight=False, no_wrap=True, overflow="ellipsis")
         console.print()
+
+
+def _nearness(one: Answer) -> tuple[float, float]:
+    return one.metrics["exact_match"], one.metrics["rougeL"]
 
 
 def check_writable(path: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from swiftfp8.answer_metrics import METRICS, compare_answers
+from swiftfp8.evaluate import Answer, Evaluation, print_evaluation
 
 # answer, wanted, ROUGE-1, -2 and -L that `rouge_score.rouge_scorer` gives
 KNOWN = [
@@ -49,3 +53,21 @@ def test_characters_are_words_where_no_blanks_part_them():
 
 def test_a_language_of_letters_with_marks():
     assert compare_answers("Grüße aus Köln", "grüße aus Bonn")["rouge1"] == pytest.approx(2 / 3)
+
+
+def test_answers_that_are_furthest_off_are_shown_first() -> None:
+    pairs = [("yes", "yes"), ("it says moo", "it says meow"), ("no", "no"), ("a bell", "a cat")]
+    pairs += [("dogs", "it rings")]
+    answers = tuple(
+        Answer(prompt="?", wanted=wanted, answer=said, metrics=compare_answers(said, wanted))
+        for said, wanted in pairs
+    )
+    means = dict.fromkeys(METRICS, 0.0)
+    found = Evaluation(
+        source="evaluation rows", rows=5, left_out=0, loss=1.0, metrics=means, answers=answers
+    )
+    shown = io.StringIO()
+    print_evaluation(found, Console(file=shown, width=100))
+    said = [line.split(maxsplit=1)[1].strip() for line in shown.getvalue().splitlines()
+            if line.startswith("answer")]  # fmt: skip
+    assert said == ["dogs", "a bell", "it says moo"]
