@@ -18,10 +18,9 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.formats import bf16
 from swiftfp8.export.journal import JOURNAL_NAME
 from swiftfp8.export.layout import Fault, FormatOptions
-from swiftfp8.export.merge import ADAPTER_CONFIG
+from swiftfp8.export.locate import require_checkpoint
 from swiftfp8.export.reload import quantization_section
 from swiftfp8.export.source import open_source
-from swiftfp8.export.staging import REPORT_NAME
 from swiftfp8.export.targets import engines_for, format_warnings, why_no_reload
 from swiftfp8.export.verify import (
     ReloadCheck,
@@ -30,7 +29,6 @@ from swiftfp8.export.verify import (
     verify_directory,
     verify_reload,
 )
-from swiftfp8.registry import suggest_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +69,7 @@ def check_checkpoint(
     Raises:
         SwiftFP8Error: no such directory, or one that swiftfp8 can't judge.
     """
-    if not directory.is_dir():
-        near = suggest_path(directory)
-        fix = f"did you mean dir={near}?" if near else "give the directory of an export"
-        raise SwiftFP8Error("there is no such directory", where=f"dir={directory}", fix=fix)
-    if not any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-        raise _no_checkpoint(directory)
+    require_checkpoint(directory)
     name = format_of(directory)
     faults = verify_directory(directory, name, trust_remote_code=trust_remote_code)
     if (directory / JOURNAL_NAME).exists():
@@ -108,20 +101,6 @@ def check_checkpoint(
             *format_warnings(name, static=static),
         ),
     )
-
-
-def _no_checkpoint(directory: Path) -> SwiftFP8Error:
-    """A directory without a checkpoint: a run, whose export lies in it or is yet to be made?"""
-    if (directory / "resolved.yaml").is_file():
-        what = "this is a run directory, not a checkpoint"
-        fix = f"export it first: swiftfp8 export run={directory}"
-    else:
-        what, fix = "the directory holds no checkpoint", "give the one that holds config.json"
-    inside = sorted(file.parent for file in directory.glob("*/config.json"))
-    exports = [folder for folder in inside if (folder / REPORT_NAME).is_file()] or inside
-    if exports:
-        fix = f"check what lies in it: dir={exports[0]}"
-    return SwiftFP8Error(what, where=f"dir={directory}", fix=fix)
 
 
 def _reload(directory: Path, trust_remote_code: bool) -> ReloadCheck | Fault:

@@ -7,7 +7,8 @@ from pathlib import Path
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import read_json
 from swiftfp8.export.merge import ADAPTER_CONFIG
-from swiftfp8.registry import suggest
+from swiftfp8.export.staging import REPORT_NAME
+from swiftfp8.registry import suggest, suggest_path
 
 
 def locate_run(run_dir: Path, checkpoint: str | None = None) -> tuple[Path, Path | None]:
@@ -34,11 +35,35 @@ def locate_run(run_dir: Path, checkpoint: str | None = None) -> tuple[Path, Path
     )
 
 
+def require_checkpoint(directory: Path) -> None:
+    """Raise where `dir=directory` names no model and no adapter."""
+    if not directory.is_dir():
+        near = suggest_path(directory)
+        fix = f"did you mean dir={near}?" if near else "give the directory of an export"
+        raise SwiftFP8Error("there is no such directory", where=f"dir={directory}", fix=fix)
+    if not any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise _no_checkpoint(directory)
+
+
 def tokenizer_dir(model_dir: Path, adapter_dir: Path | None) -> Path:
     """The run's tokenizer, which may have a chat template that the base lacks; else the base's."""
     if adapter_dir and (adapter_dir / "tokenizer_config.json").is_file():
         return adapter_dir
     return model_dir
+
+
+def _no_checkpoint(directory: Path) -> SwiftFP8Error:
+    """A directory without a checkpoint: a run, whose export lies in it or is yet to be made?"""
+    if (directory / "resolved.yaml").is_file():
+        what = "this is a run directory, not a checkpoint"
+        fix = f"export it first: swiftfp8 export run={directory}"
+    else:
+        what, fix = "the directory holds no checkpoint", "give the one that holds config.json"
+    inside = sorted(file.parent for file in directory.glob("*/config.json"))
+    exports = [folder for folder in inside if (folder / REPORT_NAME).is_file()] or inside
+    if exports:
+        fix = f"give what lies in it: dir={exports[0]}"
+    return SwiftFP8Error(what, where=f"dir={directory}", fix=fix)
 
 
 def _checkpoint(run_dir: Path, name: str | None) -> Path:

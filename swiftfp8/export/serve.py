@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import read_json
+from swiftfp8.export.locate import require_checkpoint
 from swiftfp8.export.merge import ADAPTER_CONFIG
 from swiftfp8.export.targets import ENGINES, refusal
 from swiftfp8.export.verify import format_of
@@ -66,17 +68,7 @@ def look_at(directory: Path) -> Served:
     Raises:
         SwiftFP8Error: no directory, or no model in it.
     """
-    if not directory.is_dir():
-        raise SwiftFP8Error(
-            "there is no such directory", where=f"dir={directory}", fix="give an export"
-        )
-    known = any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    if not known:
-        raise SwiftFP8Error(
-            "this is no model: it has neither config.json nor adapter_config.json",
-            where=f"dir={directory}",
-            fix="give the directory of an export: output/<run>/export",
-        )
+    require_checkpoint(directory)
     name, other_task = format_of(directory), read_task_file(directory) is not None
     if name != "adapter":
         kind = auto_class_of(read_json(directory / "config.json").get("architectures"))
@@ -126,7 +118,8 @@ def serve_command(
     """
     if reason := why_not(served, engine):
         ways = [f"engine={name}" for name in engines_that_serve(served)]
-        ways += ["swiftfp8 merge or export it"] if served.format == "adapter" else []
+        if served.format == "adapter":
+            ways += [f"merge it: {_merge_command(served)}"]
         raise SwiftFP8Error(
             f"{engine} {reason}",
             where=f"dir={served.directory}",
@@ -137,6 +130,11 @@ def serve_command(
         if value is not None:
             arguments += [flag, str(value)]
     return [*PROGRAMS[engine], *arguments, *extra]
+
+
+def _merge_command(served: Served) -> str:
+    words = (f"model={served.base}", f"adapter={served.directory}", "export_dir=merged")
+    return shlex.join(["swiftfp8", "merge", *words])
 
 
 def _vllm(served: Served) -> list[str]:

@@ -112,8 +112,10 @@ def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path: Path) -> None:
         write_task(write_adapter(tmp_path / "task")),
         write_adapter(tmp_path / "whole", modules_to_save=["embed_tokens"]),
     ):
-        with pytest.raises(SwiftFP8Error, match="merge") as caught:
+        with pytest.raises(SwiftFP8Error) as caught:
             deploy(folder)
+        command = f"swiftfp8 merge model=Qwen/Qwen3-8B adapter={folder} export_dir=merged"
+        assert caught.value.fix == f"merge it: {command}"
         assert "vllm serves LoRA on a language model" in caught.value.what
 
 
@@ -141,8 +143,13 @@ def test_what_an_engine_can_not_load_is_refused(
 def test_what_is_no_export(tmp_path: Path) -> None:
     with pytest.raises(SwiftFP8Error, match="no such directory"):
         deploy(tmp_path / "gone")
-    with pytest.raises(SwiftFP8Error, match="no model"):
+    with pytest.raises(SwiftFP8Error, match="holds no checkpoint"):
         deploy(tmp_path)
+    (tmp_path / "resolved.yaml").touch()
+    write_export(tmp_path / "export")
+    with pytest.raises(SwiftFP8Error, match="a run directory, not a checkpoint") as caught:
+        deploy(tmp_path)
+    assert caught.value.fix == f"give what lies in it: dir={tmp_path / 'export'}"
 
 
 def test_it_becomes_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def test_a_run_directory_leads_to_its_export_or_to_the_command_that_makes_one(
         (run / name).mkdir(exist_ok=True)
         (run / name / "config.json").touch()
     (run / "export" / "export_report.json").touch()
-    assert complaint(run).fix == f"check what lies in it: dir={run / 'export'}"
+    assert complaint(run).fix == f"give what lies in it: dir={run / 'export'}"
 
 
 def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
