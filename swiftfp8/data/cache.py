@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from swiftfp8.config.schema import Config
 
 log = logging.getLogger(__name__)
-_LAYOUT = 1  # of the files, and of how rows become tokens: raise it where either changes
+_LAYOUT = 2  # of the files, and of how rows become tokens: raise it where either changes
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 _OPTIONS = ("dataset", "val_dataset", "split_dataset_ratio", "seed", "task", "max_length", "system")
 _DATA_OPTIONS = (

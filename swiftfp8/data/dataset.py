@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from swiftfp8.data.cache import token_cache
 from swiftfp8.data.collator import Collator
 from swiftfp8.data.mixing import check_shares, mix
+from swiftfp8.data.overlap import count_known
 from swiftfp8.data.packing import PackCollator, PackedRows, pack_rows
 from swiftfp8.data.parts import settle_bad, tokenize_part, tokenize_settings, tokenize_task_part
 from swiftfp8.data.reading import Converted, read_examples
-from swiftfp8.data.report import DataReport, PartReport
+from swiftfp8.data.report import DataReport, PartReport, known_rows_warning
 from swiftfp8.data.sources import entry_files
 from swiftfp8.data.streaming import open_stream, read_head
 from swiftfp8.data.task_rows import (
@@ -134,17 +135,23 @@ def check_rows(config: Config) -> CheckedRows:
     check_shares(config)
     lines: list[str] = []
     train_rows = None
+    read: dict[str, Converted] = {}
     for key, entries in (("dataset", config.dataset), ("val_dataset", config.val_dataset)):
         streamed = config.data.streaming and key == "dataset"
         here = [entry for entry in entries if streamed or entry_files(entry) is not None]
         if here:
-            rows = _convert(here, config, key)
+            rows = read[key] = _convert(here, config, key)
             of = f"the first {rows.total:,}" if streamed else f"{rows.total:,}"
             lines.append(f"{key}: {len(rows.examples):,} rows can be used, of {of}")
             lines += [source.line() for source in rows.sources]
             if key == "dataset" and not streamed and len(here) == len(entries):
                 train_rows = _rows_alike(len(rows.examples), config)
         lines += [f"{key}: '{e}' lies on a hub, it was not read" for e in entries if e not in here]
+    entries = [*config.dataset, *config.val_dataset]
+    if not config.data.streaming and all(entry_files(entry) is not None for entry in entries):
+        train, held = _parts(read["dataset"], read.get("val_dataset"), config)
+        known = count_known(held.examples, train.examples) if held else 0
+        lines += [known_rows_warning(known)] if known else []
     lines.append("not tokenized: swiftfp8 data inspect shows lengths and what is trained")
     return CheckedRows(lines=lines, train_rows=train_rows)
 
@@ -164,18 +171,17 @@ def _tokenized(
 ) -> dict[str, tuple[Any, PartReport]]:
     """Rows and report of each part."""
     train = _convert(config.dataset, config, "dataset")
-    held: Converted | None = None
-    if config.val_dataset:
-        held = _convert(config.val_dataset, config, "val_dataset")
-    elif config.split_dataset_ratio > 0:
-        train, held = _split(train, config.split_dataset_ratio, config.seed)
+    named = _convert(config.val_dataset, config, "val_dataset") if config.val_dataset else None
+    train, held = _parts(train, named, config)
+    known = count_known(held.examples, train.examples) if held else 0
     mixed: dict[str, int] = {}
     if config.data.interleave_prob:
         train, mixed = _mixed(train, config)
     rows, report = tokenize(train, tokenizer, config, "dataset")
     parts = {"train": (rows, replace(report, mixed=mixed, stop=config.data.stopping_strategy))}
     if held is not None:
-        parts["eval"] = tokenize(held, tokenizer, config, _eval_from(config) or "")
+        rows, report = tokenize(held, tokenizer, config, _eval_from(config) or "")
+        parts["eval"] = (rows, replace(report, known=known))
     return parts
 
 
@@ -251,7 +257,16 @@ def _convert(entries: Sequence[str], config: Config, key: str) -> Converted:
     return rows
 
 
-def _split(rows: Converted, ratio: float, seed: int) -> tuple[Converted, Converted]:
+def _parts(
+    rows: Converted, named: Converted | None, config: Config
+) -> tuple[Converted, Converted | None]:
+    """Rows to train on and to evaluate on: those of `val_dataset`, or a share set aside."""
+    if config.val_dataset or config.split_dataset_ratio == 0:
+        return rows, named
+    return split_rows(rows, config.split_dataset_ratio, config.seed)
+
+
+def split_rows(rows: Converted, ratio: float, seed: int) -> tuple[Converted, Converted]:
     """Set aside a share of the rows, drawn by `seed`; both parts keep the rows' order."""
     count = len(rows.examples)
     aside = _held_out(count, ratio)

@@ -6,7 +6,6 @@ large data set a sample drawn by `seed` is tokenized, and what is derived from i
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swiftfp8.data.chat import Example, tokenize_rows
+from swiftfp8.data.dataset import split_rows
 from swiftfp8.data.files import BadPlace
 from swiftfp8.data.labels import find_head
 from swiftfp8.data.lengths import MASKED, Fitted, Pair, fit_rows
+from swiftfp8.data.overlap import count_known, digest
 from swiftfp8.data.parts import tokenize_settings
 from swiftfp8.data.processes import count_processes
 from swiftfp8.data.reading import Converted, read_examples
@@ -85,11 +86,15 @@ class PartInspection:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Both parts; `leaked` counts evaluation rows that are training rows as well."""
+    """Both parts; `leaked` of `held` evaluation rows are training rows as well.
+
+    Rows that `split_dataset_ratio` sets aside are evaluation rows of no part of their own.
+    """
 
     train: PartInspection
     eval: PartInspection | None
     leaked: int
+    held: int
 
 
 def inspect_datasets(config: Config, tokenizer: Any, *, sample: int, show: int) -> Inspection:
@@ -108,33 +113,40 @@ def inspect_datasets(config: Config, tokenizer: Any, *, sample: int, show: int) 
     tokenize = partial(_tokenize, tokenizer=tokenizer, config=config, head=head)
     streamed = config.data.streaming
     train = read_head(config) if streamed else read_examples(config.dataset, config, "dataset")
-    part, digests = _inspect(train, tokenizer, config, "dataset", sample, show, tokenize)
-    if not config.val_dataset:
-        return Inspection(train=part, eval=None, leaked=0)
-    held = read_examples(config.val_dataset, config, "val_dataset")
-    held_part, held_digests = _inspect(
-        held, tokenizer, config, "val_dataset", sample, show, tokenize
+    look = partial(
+        _inspect, tokenizer=tokenizer, config=config, sample=sample, show=show, tokenize=tokenize
     )
-    known = set(digests)
-    leaked = sum(digest in known for digest in held_digests)
-    return Inspection(train=part, eval=held_part, leaked=leaked)
+    part, held_part, held = look(train, name="dataset"), None, None
+    if config.val_dataset:
+        held = read_examples(config.val_dataset, config, "val_dataset")
+        held_part = look(held, name="val_dataset")
+    elif config.split_dataset_ratio > 0 and len(train.examples) > 1:
+        train, held = split_rows(train, config.split_dataset_ratio, config.seed)
+    aside = held.examples if held else []
+    return Inspection(
+        train=part,
+        eval=held_part,
+        leaked=count_known(aside, train.examples),
+        held=len(aside),
+    )
 
 
 def _inspect(
     rows: Converted,
+    *,
     tokenizer: Any,
     config: Config,
     name: str,
     sample: int,
     show: int,
     tokenize: Tokenize,
-) -> tuple[PartInspection, list[bytes]]:
+) -> PartInspection:
     examples = rows.examples
-    digests = [_digest(example) for example in examples]
+    digests = [digest(example) for example in examples]
     first: dict[bytes, int] = {}
     repeated = []
-    for index, digest in enumerate(digests):
-        if first.setdefault(digest, index) != index:
+    for index, said in enumerate(digests):
+        if first.setdefault(said, index) != index:
             repeated.append(index)
     drawn: Sequence[Example] = examples
     if 0 < sample < len(examples):
@@ -159,12 +171,7 @@ def _inspect(
             pairs, config.max_length, config.data.truncation, bos=tokenizer.bos_token_id
         ),
         shown=tuple(_show(examples, tokenizer, config, show, tokenize)),
-    ), digests
-
-
-def _digest(example: Example) -> bytes:
-    said = repr((example.content, example.tools)).encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(said, digest_size=16).digest()
+    )
 
 
 def _tokenize(

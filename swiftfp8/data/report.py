@@ -43,7 +43,8 @@ class PartReport:
     `rows` counts what is trained on; `split` texts longer than `max_length` that became several
     rows; `packs` sequences of up to `pack_capacity` tokens that the rows were packed into, 0
     without packing; `mixed` how many rows each entry gave where they were mixed, and `stop` until
-    when; `dropped` rows left out by length, `skipped` bad rows, both by reason.
+    when; `dropped` rows left out by length, `skipped` bad rows, both by reason. Of evaluation rows
+    `known` are training rows too.
     """
 
     sources: tuple[SourceReport, ...]
@@ -59,6 +60,7 @@ class PartReport:
     pack_capacity: int = 0
     mixed: dict[str, int] = field(default_factory=dict)
     stop: str = ""
+    known: int = 0
 
     @property
     def masked_share(self) -> float:
@@ -94,9 +96,18 @@ class DataReport:
         lines = self.train.lines() if streamed else _part_lines("train", self.train)
         if self.eval is not None:
             lines += _part_lines(f"eval ({self.eval_from})", self.eval)
+            if self.eval.known:
+                lines.append(known_rows_warning(self.eval.known))
         if self.cached is not None:
             lines.append(self.cached)
         return lines
+
+
+def known_rows_warning(known: int) -> str:
+    """Said where evaluation rows say what training rows say."""
+    rows = "1 evaluation row is a training row" if known == 1 else f"{known:,} evaluation rows are "
+    rows += "" if known == 1 else "training rows"
+    return f"warning: {rows} too, word for word: eval_loss is better than that of new rows"
 
 
 def bad_rows_error(bad: list[BadPlace], total: int) -> SwiftFP8Error:

@@ -24,7 +24,9 @@ def print_inspection(found: Inspection, console: Console) -> None:
     _print_part(found.train, console)
     if found.eval is not None:
         _print_part(found.eval, console)
-        share = f"{found.leaked:,} of {found.eval.rows:,} evaluation rows are training rows too"
+    if found.held:
+        aside = "" if found.eval else " that split_dataset_ratio sets aside"
+        share = f"{found.leaked:,} of {found.held:,} evaluation rows{aside} are training rows too"
         _line(console, share)
 
 

@@ -120,6 +120,24 @@ def test_rows_are_checked_without_tokenizing(write):
     assert "not tokenized" in lines[-1]
 
 
+@pytest.mark.parametrize("by", ["split", "val_dataset"])
+def test_evaluation_rows_that_are_training_rows_too_are_counted(tokenizer, write, by):
+    rows = [{"instruction": f"q{n % 10}", "output": "a"} for n in range(60)]
+    options = {"dataset": write("a.jsonl", rows), "split_dataset_ratio": 0.2}
+    if by == "val_dataset":
+        new = {"instruction": "new", "output": "a"}
+        options = {**options, "val_dataset": write("b.jsonl", [rows[3], new])}
+    said = {
+        "split": "warning: 12 evaluation rows are training rows too",
+        "val_dataset": "warning: 1 evaluation row is a training row too",
+    }[by]
+    assert said in "\n".join(load(tokenizer, **options).report.summary_lines())
+    assert said in "\n".join(check_rows(Config(**options)).lines)
+    apart = {**options, "dataset": write("c.jsonl", [GOOD, {"instruction": "p", "output": "a"}])}
+    assert "warning" not in "\n".join(load(tokenizer, **apart).report.summary_lines())
+    assert "warning" not in "\n".join(check_rows(Config(**apart)).lines)
+
+
 def test_nothing_to_train_on(tokenizer):
     with pytest.raises(SwiftFP8Error, match="nothing to train on"):
         load(tokenizer, dataset=[])

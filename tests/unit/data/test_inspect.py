@@ -81,6 +81,18 @@ def test_bad_rows_duplicates_and_leaks_are_found_not_raised(tokenizer, write):
     assert "1 of 2 evaluation rows are training rows too" in text
 
 
+def test_rows_set_aside_that_are_training_rows_too_are_counted(tokenizer, write):
+    ten = [{"instruction": f"q{n % 10}", "output": "a"} for n in range(60)]
+    found = inspect(tokenizer, dataset=write("a.jsonl", ten), split_dataset_ratio=0.2)
+    assert (found.leaked, found.held, found.eval) == (12, 12, None)
+    said = "12 of 12 evaluation rows that split_dataset_ratio sets aside are training rows too"
+    assert said in printed(found)
+    found = inspect(tokenizer, dataset=write("b.jsonl", rows(5)), split_dataset_ratio=0.2)
+    assert (found.leaked, found.held) == (0, 1)
+    found = inspect(tokenizer, dataset=write("c.jsonl", ["{"]), split_dataset_ratio=0.2)
+    assert (found.held, len(found.train.bad)) == (0, 1)
+
+
 def test_a_sample_says_so_and_depends_on_the_seed(tokenizer, write):
     path = write("a.jsonl", rows(200))
     one, same, other = (
