@@ -218,13 +218,7 @@ def infer(request: InferRequest) -> None:
     from swiftfp8.infer import Sampling, chat
     from swiftfp8.infer_task import judge
 
-    model_dir, adapter_dir = locate(
-        run=request.run,
-        model=request.model,
-        adapter=request.adapter,
-        checkpoint=request.checkpoint,
-        hub=request.hub,
-    )
+    model_dir, adapter_dir = locate(request, hub=request.hub)
     trusted = request.run is not None and read_resolved(Path(request.run)).trust_remote_code
     trained = read_task_file(adapter_dir or model_dir)
     with threads_for(model_dir):
@@ -274,13 +268,7 @@ def evaluate(request: EvalRequest, *, console: Console | None = None) -> Evaluat
     if request.out is not None:
         stage.check_writable(Path(request.out))
     console = console or Console()
-    model_dir, adapter_dir = locate(
-        run=request.run,
-        model=request.model,
-        adapter=request.adapter,
-        checkpoint=request.checkpoint,
-        hub=request.hub,
-    )
+    model_dir, adapter_dir = locate(request, hub=request.hub)
     trained = read_task_file(adapter_dir or model_dir)
     if trained is not None:
         raise SwiftFP8Error(

@@ -7,13 +7,19 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportRequest:
-    """Export or merge a run (its `checkpoint`), or a model with an optional adapter."""
+class SourceRequest:
+    """A run (its `checkpoint`), or a model with an optional adapter."""
 
     run: str | None = None
     model: str | None = None
     adapter: str | None = None
     checkpoint: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest(SourceRequest):
+    """Export or merge a run (its `checkpoint`), or a model with an optional adapter."""
+
     overrides: tuple[str, ...] = ()
 
 
@@ -38,17 +44,13 @@ class DeployRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferRequest:
+class InferRequest(SourceRequest):
     """Chat with a run, or with a model and an optional adapter.
 
     Without `prompt` the chat is interactive. `temperature` 0 takes the likeliest token.
     `enable_thinking` goes to the chat template, None leaves its default.
     """
 
-    run: str | None = None
-    model: str | None = None
-    adapter: str | None = None
-    checkpoint: str | None = None
     hub: Literal["hf", "modelscope"] = "hf"
     prompt: str | None = None
     system: str | None = None
@@ -61,17 +63,13 @@ class InferRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalRequest:
+class EvalRequest(SourceRequest):
     """Ask a run, or a model with an optional adapter, held-out questions.
 
     `dataset` names rows in place of the run's own evaluation rows; `limit` of them are asked (0:
     all), `batch_size` at a time. The result is written to `out` as JSON.
     """
 
-    run: str | None = None
-    model: str | None = None
-    adapter: str | None = None
-    checkpoint: str | None = None
     hub: Literal["hf", "modelscope"] = "hf"
     dataset: str | None = None
     limit: int = 200

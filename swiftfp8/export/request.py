@@ -21,7 +21,7 @@ from swiftfp8.export.locate import locate_run
 from swiftfp8.export.run_facts import read_run_facts
 from swiftfp8.export.run_rows import read_run_rows
 from swiftfp8.export.staging import check_target
-from swiftfp8.requests import ExportRequest
+from swiftfp8.requests import ExportRequest, SourceRequest
 
 _BIT_FORMATS: dict[int, Literal["auto", "bf16"]] = {8: "auto", 16: "bf16"}
 
@@ -45,13 +45,8 @@ def resolve_request(
     Raises:
         SwiftFP8Error: not one source, a source that is not there, or no place to write to.
     """
-    model_dir, adapter_dir = locate(
-        run=request.run,
-        model=request.model,
-        adapter=request.adapter,
-        checkpoint=request.checkpoint,
-        hub="hf" if request.run else apply_overrides(Config(), request.overrides).hub,
-    )
+    hub = "hf" if request.run else apply_overrides(Config(), request.overrides).hub
+    model_dir, adapter_dir = locate(request, hub=hub)
     config = read_resolved(Path(request.run)) if request.run else Config()
     config = apply_overrides(_for_this(config, request, default_name), request.overrides)
     return ExportJob(
@@ -73,37 +68,30 @@ def resolve_request(
     )
 
 
-def locate(
-    *,
-    run: str | None,
-    model: str | None,
-    adapter: str | None,
-    checkpoint: str | None,
-    hub: str = "hf",
-) -> tuple[Path, Path | None]:
+def locate(request: SourceRequest, *, hub: str = "hf") -> tuple[Path, Path | None]:
     """(model directory, adapter directory or None) of a run, or of a model with its adapter.
 
-    `model` is whatever `train` takes, fetched from `hub` if need be.
+    `request.model` is whatever `train` takes, fetched from `hub` if need be.
 
     Raises:
         SwiftFP8Error: neither or both of run and model, or files that are missing.
     """
-    if (run is None) == (model is None):
+    if (request.run is None) == (request.model is None):
         raise SwiftFP8Error(
             "give one of run= and model=",
             where="command line",
             fix="run=<run directory>, or model=<directory, hub id or registered name> with an "
             "optional adapter=<directory>",
         )
-    if run is not None:
-        if adapter is not None:
+    if request.run is not None:
+        if request.adapter is not None:
             raise SwiftFP8Error("adapter= goes with model=, a run has its own", where="adapter")
-        return locate_run(Path(run), checkpoint)
-    if checkpoint is not None:
+        return locate_run(Path(request.run), request.checkpoint)
+    if request.checkpoint is not None:
         raise SwiftFP8Error("checkpoint= goes with run=", where="checkpoint")
-    assert model is not None
-    adapter_dir = _existing_adapter(adapter) if adapter is not None else None
-    return _model_dir(model, hub), adapter_dir
+    assert request.model is not None
+    adapter_dir = _existing_adapter(request.adapter) if request.adapter is not None else None
+    return _model_dir(request.model, hub), adapter_dir
 
 
 def exports_after_training(config: Config) -> bool:

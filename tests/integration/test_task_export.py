@@ -18,7 +18,7 @@ from swiftfp8 import pipeline
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.request import locate
 from swiftfp8.infer_task import judge
-from swiftfp8.requests import ExportRequest, VerifyRequest
+from swiftfp8.requests import ExportRequest, SourceRequest, VerifyRequest
 from swiftfp8.tasks import read_task_file
 
 TEXT = "bread we take now"
@@ -128,9 +128,7 @@ def test_what_needs_a_language_model_is_refused(tmp_path, models):
 
 def ask(prompt: str, **where: str) -> str:
     output = io.StringIO()
-    model_dir, adapter_dir = locate(
-        run=where.get("run"), model=where.get("model"), adapter=None, checkpoint=None
-    )
+    model_dir, adapter_dir = locate(SourceRequest(**where))
     trained = read_task_file(adapter_dir or model_dir)
     assert trained is not None
     console = Console(file=output, width=200)

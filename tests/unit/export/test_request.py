@@ -21,7 +21,7 @@ from swiftfp8.export.request import (
 )
 from swiftfp8.models import source
 from swiftfp8.models.source import resolve_source
-from swiftfp8.requests import ExportRequest
+from swiftfp8.requests import ExportRequest, SourceRequest
 from tests.unit.export.test_locate import make_run
 
 
@@ -122,13 +122,13 @@ def test_the_base_of_a_run_without_a_path_or_id(run: Path, told: str, name: str)
 def test_a_model_is_named_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """A registered name, or a hub id with the same words where it can't be had."""
     for name in ("tiny", "Embedded"):
-        found, adapter = locate(run=None, model=name, adapter=None, checkpoint=None)
+        found, adapter = locate(SourceRequest(model=name))
         assert found == assets_dir() / "tiny" and adapter is None
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(SwiftFP8Error) as trained:
         resolve_source(Config(model="Owner/Model"))
     with pytest.raises(SwiftFP8Error) as asked:
-        locate(run=None, model="Owner/Model", adapter=None, checkpoint=None)
+        locate(SourceRequest(model="Owner/Model"))
     assert str(asked.value) == str(trained.value)
     assert "no local directory 'Owner/Model', and it can't be fetched" in str(asked.value)
 
