@@ -21,7 +21,7 @@ HIGH_HEAD = "output head: rounding it moves every token's probability"
 _KEPT_HIGH = {
     "experts": "experts are one 3-D parameter, not a linear: no backend runs them in FP8 yet",
     "router": "router: rounding it sends tokens to other experts",
-    "score": "score head: few outputs, all of which count, and trained from nothing",
+    "score": "score head: few outputs, all of which count, and trained from nothing: FP32 always",
     "pooler": "pooler: it sees one token a row, and the score reads it",
     "unused": "unused: the task reads the tokens themselves",
 }
@@ -44,8 +44,12 @@ def plan_layer(
 
     `saved`: trained whole beside LoRA (`modules_to_save`); `trained`: by tuner=full or freeze.
     """
-    if granted.recipe is None:
-        high_reason: str | None = granted.high_reason
+    scores = linear.kind == "score"
+    high_reason: str | None
+    if scores:
+        high_reason = _KEPT_HIGH["score"]
+    elif granted.recipe is None:
+        high_reason = granted.high_reason
     elif saved:
         high_reason = "modules_to_save: trained whole, in FP32"
     elif linear.kind == "head" and high_head is not None:
@@ -57,7 +61,7 @@ def plan_layer(
         precision = granted.recipe
         reason = f"features divide by {SHAPE_MULTIPLE[precision]}"
     else:
-        precision, reason = granted.compute_dtype, high_reason
+        precision, reason = "fp32" if scores else granted.compute_dtype, high_reason
     return LayerPlan(
         name=linear.name,
         in_features=linear.in_features,
@@ -66,7 +70,7 @@ def plan_layer(
         precision=precision,
         reason=reason,
         lora=lora,
-        trainable=trained or linear.kind == "score" or saved,
+        trainable=trained or scores or saved,
         count=linear.count,
         lora_rank=_other_rank(config, linear.name) if lora else None,
     )

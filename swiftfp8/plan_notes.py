@@ -51,7 +51,7 @@ def score_notes(meta: ModelMeta) -> list[str]:
     if meta.head is None:
         return []
     trained = ", ".join(meta.head_modules)
-    return [meta.head.reason, f"new and trained whole, in high precision: {trained}"]
+    return [meta.head.reason, f"new and trained whole, in FP32: {trained}"]
 
 
 def length_notes(config: Config, meta: ModelMeta) -> list[str]:

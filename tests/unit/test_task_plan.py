@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from plan_kit import plan_for, qwen_half_b
 
 from swiftfp8.config.schema import Config
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.models.meta import LinearMeta
+from swiftfp8.precision.high import compute_in_float32
+from swiftfp8.report.plan_table import precision_report
 from swiftfp8.tasks import TASK_FILE, Head, read_task_file, task_notes
 
 HEAD = Head(num_labels=3, problem_type="single_label_classification", labels=("a", "b", "c"),
@@ -65,12 +68,24 @@ def test_losses_without_a_reference_train_in_full(loss):
 def test_a_score_is_trained_in_high_precision_beside_the_adapter():
     plan = plan_for("h200", classifier(), task="seq_cls", dtype="fp8")
     score = plan.layers[-1]
-    assert (score.precision, score.trainable, score.lora) == ("bf16", True, False)
+    assert (score.precision, score.trainable, score.lora) == ("fp32", True, False)
     assert "score head" in score.reason
     assert plan.lora.modules_to_save == ("score",) and plan.lora.task_type == "SEQ_CLS"
     assert plan.decoder_coverage == 1.0 and not plan.loss.fused
     assert HEAD.reason in plan.notes
-    assert any("trained whole, in high precision: score" in note for note in plan.notes)
+    assert any("trained whole, in FP32: score" in note for note in plan.notes)
+
+
+def test_a_score_is_in_fp32_where_nothing_else_is_and_the_report_says_so():
+    plan = plan_for("a100", classifier(), task="seq_cls", dtype="bf16", tuner="full")
+    report = precision_report(plan)["layers"]
+    assert (report["score"]["precision"], report["score"]["trainable"]) == ("fp32", True)
+    assert "FP32" in report["score"]["reason"]
+    others = {told["precision"] for name, told in report.items() if name != "score"}
+    assert others == {"bf16"}
+    linear = torch.nn.Linear(8, 3).bfloat16()
+    compute_in_float32(linear)  # as the run does with it
+    assert linear(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 def test_a_few_labels_take_less_memory_than_a_vocabulary():
