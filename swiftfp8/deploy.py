@@ -55,7 +55,7 @@ def deploy(
     served = look_at(directory)
     if served.format == "adapter" and served.base is None:
         raise SwiftFP8Error("the adapter does not say what its base is", where=str(directory))
-    require_loadable(served.format, engine)
+    require_loadable(served.format, engine, static=served.static)
     command = serve_command(served, engine, host=host, port=port, extra=extra)
     program = _find_program(command, python)
     console = console or Console()

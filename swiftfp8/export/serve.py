@@ -11,6 +11,7 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import read_json
 from swiftfp8.export.locate import require_checkpoint
 from swiftfp8.export.merge import ADAPTER_CONFIG
+from swiftfp8.export.reload import quantization_section
 from swiftfp8.export.targets import ENGINES, refusal
 from swiftfp8.export.verify import format_of
 from swiftfp8.models.task_model import auto_class_of
@@ -44,14 +45,15 @@ _WORDS_ALONE = ("lmdeploy", "tensorrt_llm", "transformers")
 class Served:
     """What is served: a directory of a format; of an adapter, its base and its rank too.
 
-    `speaks` is False of what puts out labels, scores or vectors; `lora_alone` of an adapter that
-    replaces whole weights as well.
+    `static`: its activations have static scales. `speaks` is False of what puts out labels, scores
+    or vectors; `lora_alone` of an adapter that replaces whole weights as well.
     """
 
     directory: Path
     format: str
     base: str | None = None
     rank: int = 0
+    static: bool = False
     speaks: bool = True
     lora_alone: bool = True
 
@@ -71,9 +73,10 @@ def look_at(directory: Path) -> Served:
     require_checkpoint(directory)
     name, other_task = format_of(directory), read_task_file(directory) is not None
     if name != "adapter":
+        static = quantization_section(directory).get("activation_scheme") == "static"
         kind = auto_class_of(read_json(directory / "config.json").get("architectures"))
         speaks = not other_task and kind.__name__ == "AutoModelForCausalLM"
-        return Served(directory=directory, format=name, speaks=speaks)
+        return Served(directory=directory, format=name, static=static, speaks=speaks)
     config = read_json(directory / ADAPTER_CONFIG)
     return Served(
         directory=directory,
@@ -92,7 +95,7 @@ def engines_that_serve(served: Served) -> list[str]:
 
 def why_not(served: Served, engine: str) -> str | None:
     """Why an engine's command line does not serve it; None where it does."""
-    if reason := refusal(engine, served.format):
+    if reason := refusal(engine, served.format, static=served.static):
         return reason
     if served.format == "adapter":
         if not served.speaks or not served.lora_alone:

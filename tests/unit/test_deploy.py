@@ -140,6 +140,16 @@ def test_what_an_engine_can_not_load_is_refused(
     assert fault in str(caught.value)
 
 
+def test_static_scales_of_activations_are_loaded_by_more(tmp_path: Path) -> None:
+    """As `export.target=lmdeploy` with `export.activation_scheme=static` promises."""
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    for engine in ("lmdeploy", "tensorrt_llm"):
+        with pytest.raises(SwiftFP8Error, match="only with static activation scales"):
+            serve_command(look_at(write_export(tmp_path / "out", section)), engine)
+        static = look_at(write_export(tmp_path / "out", {**section, "activation_scheme": "static"}))
+        assert serve_command(static, engine)
+
+
 def test_what_is_no_export(tmp_path: Path) -> None:
     with pytest.raises(SwiftFP8Error, match="no such directory"):
         deploy(tmp_path / "gone")
