@@ -47,14 +47,25 @@ def resolve_source(config: Config) -> ModelSource:
     asked = family_named(config.model_type) if config.model_type else None
     if config.model is None:
         return _default_of(asked, config.hub)
-    if asked is None and is_registered(config.model):
-        return _default_of(family_named(config.model), config.hub)
+    if is_registered(config.model):
+        return _default_of(_same(family_named(config.model), asked), config.hub)
     return _located(config.model, config.hub, asked)
 
 
 def is_registered(model: str) -> bool:
     """Whether `model` is what model_type= takes, and no file or directory."""
     return model.lower() in map(str.lower, family_names()) and not _exists(model)
+
+
+def _same(named: Family, asked: Family | None) -> Family:
+    """The family that model= names, which model_type= must be too if it is given."""
+    if asked is not None and asked != named:
+        raise SwiftFP8Error(
+            f"model_type={asked.name} doesn't fit: model= names family {named.name}",
+            where="model",
+            fix=f"set model_type={named.name} too, or leave one of them out",
+        )
+    return named
 
 
 def _default_of(family: Family | None, hub: str) -> ModelSource:

@@ -117,6 +117,15 @@ def test_a_registered_name_is_a_model_too(model: Path, monkeypatch: pytest.Monke
     assert resolve_source(Config(model="tiny")).path == model
 
 
+def test_a_registered_name_beside_its_own_family() -> None:
+    """As `config=quickstart model=tiny` puts them together."""
+    both = resolve_source(Config(model="tiny", model_type="tiny"))
+    assert both == resolve_source(Config(model_type="tiny"))
+    text = complaint(model="qwen3", model_type="tiny")
+    assert "model_type=tiny doesn't fit: model= names family qwen3" in text
+    assert "model_type=qwen3" in text
+
+
 def test_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*args: object, **options: object) -> str:
         raise LocalEntryNotFoundError("no network")
