@@ -168,7 +168,8 @@ def unread_rlhf(task: str, name: str, value: object, reader: str = "dpo") -> Swi
     return SwiftFP8Error(
         f"rlhf.{name} is read by task={reader}, and this is task={task}",
         where=f"rlhf.{name}={str(value).lower()}",
-        fix=f"set task={reader}, or leave it out (rlhf=sigmoid undoes what a recipe sets)",
+        fix=f"set task={reader}, or leave it out (task={task} rlhf=sigmoid undoes what a recipe "
+        "sets)",
     )
 
 

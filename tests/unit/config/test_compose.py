@@ -187,8 +187,10 @@ def test_a_preference_loss_without_a_task_is_refused(loss: str) -> None:
         require_inputs(compose_config("quickstart", [f"rlhf={loss}"]))
     assert f"command line, rlhf={loss}" in str(caught.value.where)
     Path("mine.yaml").write_text(f"model_type: tiny\ndataset: quickstart\nrlhf: {loss}\n")
-    with pytest.raises(SwiftFP8Error, match="and this is task=sft"):
+    with pytest.raises(SwiftFP8Error, match="and this is task=sft") as caught:
         require_inputs(compose_config("mine", []))
+    undone = str(caught.value.fix).partition("(")[2].partition(" undoes")[0].split()
+    require_inputs(compose_config("mine", undone))  # as it is advised
     other = compose_config("dpo_quickstart", ["task=sft", "rlhf=sigmoid"])
     require_inputs(other)  # a recipe's loss is undone so
     Path("resolved.yaml").write_text(to_yaml(compose_config("quickstart").config))
