@@ -20,7 +20,7 @@ from rich.console import Console
 
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.serve import PROGRAMS, look_at, serve_command
-from swiftfp8.export.targets import ENGINES, require_loadable
+from swiftfp8.export.targets import ENGINES
 from swiftfp8.registry import unknown
 
 _INSTALL = {
@@ -55,7 +55,6 @@ def deploy(
     served = look_at(directory)
     if served.format == "adapter" and served.base is None:
         raise SwiftFP8Error("the adapter does not say what its base is", where=str(directory))
-    require_loadable(served.format, engine, static=served.static)
     command = serve_command(served, engine, host=host, port=port, extra=extra)
     program = _find_program(command, python)
     console = console or Console()

@@ -138,6 +138,9 @@ def test_what_an_engine_can_not_load_is_refused(
     with pytest.raises(SwiftFP8Error) as caught:
         deploy(write_export(tmp_path / "out", section), engine)
     assert fault in str(caught.value)
+    assert "export." not in str(caught.value), "deploy has no such key"
+    ways = (f"dir={tmp_path / 'out'}", "engine=")
+    assert fault.startswith("did you mean") or all(way in str(caught.value) for way in ways)
 
 
 def test_static_scales_of_activations_are_loaded_by_more(tmp_path: Path) -> None:
