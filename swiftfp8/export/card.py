@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from swiftfp8.config.model_names import looks_like_id
+from swiftfp8.export.gates import FIGURES
 from swiftfp8.export.judge_stage import SERVED
-from swiftfp8.export.report import FIGURES, ExportReport
+from swiftfp8.export.report import ExportReport
 from swiftfp8.export.serve import OF_A_RUN, Served, engines_that_serve, look_at, serve_command
 from swiftfp8.export.staging import REPORT_NAME
 

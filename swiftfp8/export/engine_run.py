@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.layout import Layout
 
 WEIGHT_LIMIT = 0.02  # where the engine multiplies in BF16
 ROUNDED_LIMIT = 0.1  # where it rounds activations to FP8, or may
@@ -88,19 +89,14 @@ class EngineRun:
     bf16_floor: float
 
 
-def served_group(format_name: str) -> int | None:
-    """How many elements of an activation share a scale on a GPU: 0 is a whole token, None: BF16."""
-    return {"fp8_block": 128, "compressed_tensors": 0, "fp8": 0, "modelopt": 0}.get(format_name)
-
-
-def activation_group(engine: Engine, format_name: str) -> int | None:
-    """`served_group`, as vLLM's kernels have it where this engine runs.
+def activation_group(engine: Engine, layout: Layout) -> int | None:
+    """The layout's `input_group`, as vLLM's kernels have it where this engine runs.
 
     None where nothing is rounded: vLLM's CPU kernels for blocks and, with AMX, for ModelOpt
     multiply in BF16 (seen: 0.006 on tiny models against a reference that rounds nothing).
     """
-    in_bf16 = format_name == "fp8_block" or (format_name == "modelopt" and engine.amx)
-    return None if engine.device == "cpu" and in_bf16 else served_group(format_name)
+    in_bf16 = layout.format == "fp8_block" or (layout.format == "modelopt" and engine.amx)
+    return None if engine.device == "cpu" and in_bf16 else layout.input_group
 
 
 def prompt_tokens(engine: Engine, format_name: str, weights: int) -> int | str:

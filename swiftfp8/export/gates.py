@@ -28,6 +28,7 @@ class Limits:
     top1: float
 
 
+FIGURES = _PERPLEXITY, _KL, _TOP1 = ("perplexity ratio", "token KL", "top-1 agreement")
 _SMALL_SIZE, _SMALL = 1e9, Limits(ppl_ratio=1.03, kl=0.06, top1=0.88)
 _LARGE_SIZE, _LARGE = 7e9, Limits(ppl_ratio=1.01, kl=0.01, top1=0.97)
 
@@ -84,15 +85,13 @@ def judge_fidelity(
     most = _or(settings.max_ppl_ratio, usual.ppl_ratio)
     return (
         _between(
-            "perplexity ratio",
+            _PERPLEXITY,
             fidelity.perplexity_ratio,
             (1 / max(most, 1.0), most),
             fidelity.ratio_error,
         ),
-        at_most("token KL", fidelity.token_kl, _or(settings.max_kl, usual.kl)),
-        _at_least_percent(
-            "top-1 agreement", fidelity.top1_agreement, _or(settings.min_top1, usual.top1)
-        ),
+        at_most(_KL, fidelity.token_kl, _or(settings.max_kl, usual.kl)),
+        _at_least_percent(_TOP1, fidelity.top1_agreement, _or(settings.min_top1, usual.top1)),
     )
 
 

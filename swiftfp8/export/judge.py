@@ -7,16 +7,15 @@ Up to three models are loaded, one after the other, in float32 on a CPU and in B
     export    the weights that a reader of the export gets
 
 Activations stay in high precision, so that it is the weights that are judged; and then once more
-with the inputs of FP8 linears rounded as a server rounds them (`served_group`), and for the prompts
-that an engine runs as that engine does (`activation_group`).
+with the inputs of FP8 linears rounded as a server rounds them (`Layout.input_group`), and for the
+prompts that an engine runs as that engine does (`activation_group`).
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from swiftfp8.export.fidelity import Fidelity, compare_logits, summarize
 from swiftfp8.export.layout import ExportFormat, Layout
-from swiftfp8.export.quantize import FP8_MAX
+from swiftfp8.export.rounded_inputs import inputs_rounded
 from swiftfp8.export.source import Source, build_model, open_source
 from swiftfp8.export.staging import check_space
 from swiftfp8.models.quiet import quiet_peft
@@ -48,9 +47,8 @@ class Evidence:
     """What the models are run over: windows of text, rows with labels, prompts for an engine.
 
     `windows_from` says in words where the windows come from; `rows_kind` is "evaluation" or
-    "training". Inputs of FP8 linears are rounded to e4m3 in groups of so many elements, a whole
-    token where it is 0, not at all where it is None: `served_group` for the windows, a second time,
-    and `activation_group` for the prompts.
+    "training". For the prompts, inputs of FP8 linears are rounded to e4m3 in groups of
+    `activation_group` elements: 0 is a whole token, None rounds nothing.
     """
 
     windows: Sequence[Tensor] = ()
@@ -58,7 +56,6 @@ class Evidence:
     rows: Sequence[Row] = ()
     rows_kind: str = "evaluation"
     prompts: Sequence[Sequence[int]] = ()
-    served_group: int | None = None
     activation_group: int | None = None
 
 
@@ -88,15 +85,15 @@ class TaskLoss:
 
     def __str__(self) -> str:
         before = "adapter" if self.adapter else "model"
-        change = f"{self.increase:+.2%} ± {self.error:.2%}"
-        return f"{before} {self.trained:.4f}, export {self.export:.4f} ({change})"
+        return f"{before} {self.trained:.4f}, export {self.export:.4f}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
     """The figures, None where there was nothing to take them on.
 
-    `fidelity` is that of the weights alone, `served` that with inputs rounded too.
+    `fidelity` is that of the weights alone, `served` that with inputs rounded too, None where the
+    inputs of `unrounded` FP8 linears could not be.
 
     `prompt_logp` has the log-probability of every token but the first, prompt by prompt, in float32
     arithmetic, and `prompt_logp_bf16` the same in BF16: how far the two lie apart is what BF16
@@ -105,6 +102,7 @@ class Findings:
 
     fidelity: Fidelity | None = None
     served: Fidelity | None = None
+    unrounded: int = 0
     loss: TaskLoss | None = None
     prompt_logp: Sequence[Sequence[float]] = ()
     prompt_logp_bf16: Sequence[Sequence[float]] = ()
@@ -154,16 +152,18 @@ def compare_models(
                 adapter=adapter is not None,
                 arithmetic=str(dtype).removeprefix("torch."),
             )
-        served = None
-        if fidelity:
-            with inputs_rounded(model, layout, evidence.served_group) as linears:
-                if linears == len(layout.quantized):
+        served, unrounded = None, 0
+        if fidelity and layout.input_group is not None:
+            with inputs_rounded(model, layout, layout.input_group) as count:
+                unrounded = len(layout.quantized) - count
+                if not unrounded:
                     served = _fidelity(model, windows, stored, evidence.windows_from)
         with inputs_rounded(model, layout, evidence.activation_group):
             exact, rounded = _prompt_logp(model, evidence.prompts)
     return Findings(
         fidelity=fidelity,
         served=served,
+        unrounded=unrounded,
         loss=loss,
         prompt_logp=exact,
         prompt_logp_bf16=rounded,
@@ -208,41 +208,6 @@ def token_logp(model: Any, ids: Sequence[int]) -> list[float]:
     log_p = _logits(model, ids_T)[:-1].float().log_softmax(-1)
     found: list[float] = log_p.gather(-1, ids_T[1:, None].to(log_p.device))[:, 0].tolist()
     return found
-
-
-@contextmanager
-def inputs_rounded(model: Any, layout: Layout, group: int | None) -> Iterator[int]:
-    """Inputs of the layout's FP8 linears rounded as an engine does; yields how many were found.
-
-    A scale is the largest magnitude of a group, or the one that the layout fixes for all inputs of
-    a linear, over e4m3's largest value. Experts that the model runs as one module are not found;
-    without a group none is looked for.
-    """
-    names = set() if group is None else {n.removesuffix(".weight") for n in layout.quantized}
-    found = {name: module for name, module in model.named_modules() if name in names}
-    hooks = []
-    for name, module in found.items():
-        fixed = layout.input_amax.get(name) if layout.input_amax else None
-        hooks.append(
-            module.register_forward_pre_hook(
-                lambda _, inputs, fixed=fixed: (_rounded(inputs[0], group or 0, fixed),)
-            )
-        )
-    try:
-        yield len(found)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _rounded(x: Tensor, group: int, fixed_amax: float | None = None) -> Tensor:
-    parts = x.float().reshape(*x.shape[:-1], -1, group or x.shape[-1])
-    amax = parts.abs().amax(-1, keepdim=True)
-    if fixed_amax is not None:
-        amax = torch.full_like(amax, fixed_amax)
-    scale = amax.clamp(min=1e-12) / FP8_MAX
-    values = (parts / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return (values.float() * scale).reshape(x.shape).to(x.dtype)
 
 
 def _prompt_logp(

@@ -26,7 +26,6 @@ from swiftfp8.export.engine_run import (
     limit_for,
     prompt_tokens,
     run_engine,
-    served_group,
 )
 from swiftfp8.export.fidelity import WINDOW, Fidelity, read_texts, text_windows
 from swiftfp8.export.gates import Verdict, at_most, judge_fidelity, judge_loss
@@ -122,7 +121,7 @@ def judge(
     """
     unread = (f"not judged by its loss: {judges.rows.missing}",) if judges.rows.unread else ()
     judges = _fitting(source, layout, judges, settings, device)
-    evidence = _evidence(source, judges, settings, partial, layout.format)
+    evidence = _evidence(source, judges, settings, partial, layout)
     if not (evidence.windows or evidence.rows or evidence.prompts):
         return Judgement(not_checked=judges.missing, advice=unread)
     try:
@@ -238,7 +237,7 @@ def _speaks_not(source: Source) -> bool:
 
 
 def _evidence(
-    source: Source, judges: Judges, settings: ExportConfig, partial: Path, format_name: str
+    source: Source, judges: Judges, settings: ExportConfig, partial: Path, layout: Layout
 ) -> Evidence:
     """Token ids of text, rows and prompts."""
     tokens = settings.fidelity_tokens
@@ -265,8 +264,7 @@ def _evidence(
         rows=rows,
         rows_kind=judges.rows.kind,
         prompts=prompts[:_PROMPTS],
-        served_group=served_group(format_name),
-        activation_group=activation_group(judges.engine, format_name) if judges.engine else None,
+        activation_group=activation_group(judges.engine, layout) if judges.engine else None,
     )
 
 
@@ -289,9 +287,10 @@ def _verdicts(found: Findings, source: Source, settings: ExportConfig) -> tuple[
 
 
 def _not_checked(judges: Judges, found: Findings) -> Mapping[str, str]:
-    if found.fidelity is None or found.served is not None:
+    if not found.unrounded:
         return judges.missing
-    return {**judges.missing, SERVED: "experts run as one module, whose inputs can't be rounded"}
+    why = f"the inputs of {found.unrounded} FP8 linears can't be rounded: experts run as one module"
+    return {**judges.missing, SERVED: why}
 
 
 def _require_passed(judgement: Judgement, settings: ExportConfig, format_name: str) -> None:

@@ -59,8 +59,9 @@ class Layout:
     """All that is known of an export before its first byte is computed.
 
     `tensors` are in the order of writing; `quantized` are names of weights in it; `config` is
-    merged into config.json, None where the directory is no model by itself. `quantizer`,
-    `input_amax` and `kv_amax` are those of the options.
+    merged into config.json, None where the directory is no model by itself. `input_group` is how
+    many elements of a linear's input share a scale when it is served on a GPU: 0 is a whole token,
+    None leaves inputs alone. `quantizer`, `input_amax` and `kv_amax` are those of the options.
     """
 
     format: str
@@ -68,6 +69,7 @@ class Layout:
     quantized: frozenset[str]
     decisions: tuple[Decision, ...]
     config: Mapping[str, Any] | None
+    input_group: int | None = None
     quantizer: Quantizer | None = None
     input_amax: Mapping[str, float] | None = None
     kv_amax: Mapping[str, tuple[float, float]] | None = None

@@ -8,7 +8,8 @@ For a block of a weight W (128 x 128 by default) with amax = max |W|:
 448 is the largest finite e4m3 value. The rounding of the scale up to a power of two costs nothing
 measurable (2.66% against 2.64% relative error on a Gaussian) and makes W / scale and data * scale
 exact, so that a serving engine may keep the scale as a bare exponent (UE8M0) without quantizing
-again. With a power-of-two scale the only rounding is the cast: a CPU and a GPU give the same bytes.
+again. What is rounded besides, a channel's 1 / scale and the product with it, is rounded by IEEE's
+rule: a CPU and a GPU give the same bytes.
 
 Shapes: W [N, K], data [N, K], scale [ceil(N / 128), ceil(K / 128)] float32, named
 `weight_scale_inv` on disk (as DeepSeek-V3's checkpoints name the factor that data is multiplied

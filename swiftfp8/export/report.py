@@ -18,6 +18,7 @@ from rich.text import Text
 
 from swiftfp8.export.calibrate import Calibration
 from swiftfp8.export.fidelity import Fidelity
+from swiftfp8.export.gates import FIGURES
 from swiftfp8.export.judge_stage import DLOGP, SERVED, Judgement
 from swiftfp8.export.layout import LayerError
 from swiftfp8.export.run_facts import RunFacts
@@ -26,7 +27,6 @@ from swiftfp8.export.verify import ReadBack, ReloadCheck, reload_text
 from swiftfp8.tasks import Trained
 
 _WORST_SHOWN = 5
-FIGURES = ("perplexity ratio", "token KL", "top-1 agreement")
 _MIB = 2**20
 
 
@@ -155,7 +155,9 @@ class ExportReport:
             rows.append(("against BF16", f"{_perplexity(f)} on {f.text}, {tokens}"))
             rows += [(name, str(verdicts[name])) for name in FIGURES]
         if judged.served:
-            rows.append((SERVED, f"{_perplexity(judged.served)}, inputs rounded to FP8 too"))
+            kept = ", keys and values not" if self.kv_scales else ""
+            text = f"{_perplexity(judged.served)}, inputs rounded to FP8 too{kept}"
+            rows.append((SERVED, text))
             served = [f"{name} {SERVED}" for name in FIGURES]
             rows += [(name, str(verdicts[name])) for name in served]
         if loss := judged.loss:

@@ -6,13 +6,14 @@ decides the error, and a row of a few thousand weights is small enough for one o
 
     scale = (1 + i / 8) * 2**e        i in 0 .. 7, e the smallest with amax <= 448 * scale
 
-to be better than the others: 10% to 25% less squared error than with i = 0 for rows of 640, 5% for
-rows of 4096. More steps would gain little, and with these data * scale (4 + 4 significant bits) is
-exact in BF16: every reader gets the same weight.
+to be better than the others: on Gaussian rows 10% less squared error than with i = 0 for K = 640
+and 4% for 4096, on Gemma-3-270M's 14%. More steps would gain little, and with these data * scale
+(4 + 4 significant bits) is exact in BF16: every reader gets the same weight.
 
 How a weight (1 + m / 128) * 2**x rounds depends on its mantissa m alone, but for the smallest. So a
 row is counted once, m by m, each weight with its 4**x, and the eight sums of squared errors are
-that count times a table. All of it is integers: a CPU and a GPU choose the same scale.
+that count times a table. The sums are integers, in whatever order they are added, and below 2**63
+for K up to 2**18; the one division is rounded by IEEE's rule. So a CPU and a GPU choose the same.
 
 Shapes: W [N, K] float32, amax and scale [N].
 """
@@ -27,8 +28,10 @@ from torch import Tensor
 AMAX_FLOOR = 1e-12
 STEPS = 8
 _MANTISSAS = 128  # of BF16
-_BINADES = 12  # below the largest weight's; what is smaller counts for nothing
-_TABLE_BITS = 24
+_BINADES = (
+    14  # from the largest weight's down to e4m3's smallest normal; what is less counts as that
+)
+_TABLE_BITS = 20
 _MANTISSA_BITS = 23  # of float32
 _MANTISSA_OF_1_75 = 0x600000  # 448 = 1.75 * 2**8
 
@@ -71,7 +74,7 @@ def _squared_errors(weight_NK: Tensor) -> Tensor:
 
 @cache
 def _table() -> Tensor:
-    """The squared error of 1 + m / 128 under each step [STEPS, 128], times 2**24, int64."""
+    """The squared error of 1 + m / 128 under each step [STEPS, 128], times 2**20, int64."""
     values = 1 + torch.arange(_MANTISSAS, dtype=torch.float64) / _MANTISSAS
     steps = 1 + torch.arange(STEPS, dtype=torch.float64)[:, None] / STEPS
     rounded = (values / steps).to(torch.float32).to(torch.float8_e4m3fn).to(torch.float64) * steps

@@ -6,7 +6,8 @@ A scheme says which elements of a weight share a scale and what the scale's tens
     channel   [N, 1]                           one per output channel (row)
     tensor    []                               one per weight, the same for a fused group
 
-Every scale is float32 and a power of two, as `quantize` explains, and value = data * scale.
+Every scale is float32 and, but for channels, a power of two, as `scales` explains, and
+value = data * scale.
 Engines fuse q/k/v and gate/up into one matmul with a single scale for a whole tensor: members of
 such a group that had scales of their own would be quantized a second time while loading.
 Quantization itself happens in one place, `_quantize`, by the layout's quantizer where it has one.
@@ -121,6 +122,7 @@ def describe_weights(
         quantized=quantized,
         decisions=decisions,
         config={"dtype": "bfloat16", **section(source, decisions)},
+        input_group=BLOCK[1] if scheme.granularity == "block" else 0,
         quantizer=options.quantizer,
         input_amax=options.input_amax,
         kv_amax=options.kv_amax,

@@ -100,7 +100,7 @@ def test_the_card_has_what_a_reader_asks_for() -> None:
         "| against BF16 | perplexity 9.000 -> 9.090 on held_out.txt, 100 tokens (every one,",
         "| perplexity ratio | 1.01 (0.9709 to 1.03): passed |",
         "| top-1 agreement | 95.00% (at least 88.00%): passed |",
-        "| evaluation loss | adapter 1.0000, export 1.0010 (+0.10%",
+        "| evaluation loss | adapter 1.0000, export 1.0010 on",
         "| engine | not checked: no vLLM |",
         "| warning | careful \\| here |",
     ):

@@ -16,6 +16,7 @@ from swiftfp8.export.engine_run import (
     prompt_tokens,
     run_engine,
 )
+from swiftfp8.export.layout import Layout
 
 STAND_IN = """#!{python}
 import json, os, sys
@@ -113,10 +114,18 @@ def test_slow_kernels_get_few_tokens_or_none() -> None:
 def test_activations_are_rounded_where_the_engine_does() -> None:
     cpu = Engine(python="p", version="1", device="cpu", amx=True)
     gpu = Engine(python="p", version="1", device="cuda", amx=False)
-    found = {
-        name: (activation_group(cpu, name), activation_group(gpu, name))
-        for name in ("fp8_block", "compressed_tensors", "fp8", "modelopt", "bf16")
-    }
+    served = {"fp8_block": 128, "compressed_tensors": 0, "fp8": 0, "modelopt": 0, "bf16": None}
+    found = {}
+    for name, group in served.items():
+        layout = Layout(
+            format=name,
+            tensors=(),
+            quantized=frozenset(),
+            decisions=(),
+            config=None,
+            input_group=group,
+        )
+        found[name] = (activation_group(cpu, layout), activation_group(gpu, layout))
     assert found == {
         "fp8_block": (None, 128),
         "compressed_tensors": (0, 0),

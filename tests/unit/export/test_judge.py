@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from rich.console import Console
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import RunFailed, SwiftFP8Error
-from swiftfp8.export.engine_run import served_group
 from swiftfp8.export.export import ExportContext, export_checkpoint, find_format
 from swiftfp8.export.judge import (
     Evidence,
@@ -23,12 +23,12 @@ from swiftfp8.export.judge import (
     Row,
     TaskLoss,
     compare_models,
-    inputs_rounded,
     token_logp,
     token_losses,
 )
 from swiftfp8.export.layout import FormatOptions, Layout
 from swiftfp8.export.report import ExportReport
+from swiftfp8.export.rounded_inputs import inputs_rounded
 from swiftfp8.export.run_rows import RunRows
 from swiftfp8.export.source import open_source
 from tests.unit.export.test_engine_run import stand_in
@@ -188,13 +188,20 @@ def test_as_served_inputs_are_rounded_too(base: Path, name: str) -> None:
     source, export_format = open_source(base), find_format(name)
     layout = export_format.describe(source, FormatOptions())
     windows = [row.ids_T for row in rows()]
-    weights = Evidence(windows=windows, windows_from="x")
-    rounding = Evidence(windows=windows, windows_from="x", served_group=served_group(name))
-    alone = compare_models(source, layout, export_format, weights)
-    found = compare_models(source, layout, export_format, rounding)
+    evidence = Evidence(windows=windows, windows_from="x")
+    found = compare_models(source, layout, export_format, evidence)
+    alone = compare_models(source, replace(layout, input_group=None), export_format, evidence)
     assert alone.served is None and found.fidelity == alone.fidelity
     assert found.fidelity and found.served
     assert found.fidelity.token_kl * 1.2 < found.served.token_kl < found.fidelity.token_kl * 4
+
+
+def test_experts_that_run_as_one_module_are_not_judged_as_served(tmp_path: Path) -> None:
+    base = save_tokenizer(save_model(tmp_path / "base", "qwen3_moe"))
+    report = export(base, tmp_path / "out", fidelity="fail", max_kl=10.0, min_top1=0.1)
+    assert report.judgement.fidelity and report.judgement.served is None
+    why = "the inputs of 24 FP8 linears can't be rounded: experts run as one module"
+    assert dict(report.facts())["as served"] == f"not checked: {why}"
 
 
 def test_a_limit_missed_as_served_alone_is_a_warning(base: Path, tmp_path: Path) -> None:

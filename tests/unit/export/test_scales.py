@@ -60,7 +60,7 @@ def test_a_channel_has_the_best_of_eight_scales(columns: int) -> None:
     chosen = channel_scale(weight, amax)
     eight = [power_of_two_scale(amax / (1 + i / STEPS)) * (1 + i / STEPS) for i in range(STEPS)]
     errors = torch.stack([squared_error(weight, scale) for scale in eight])
-    # Exact but for weights 12 binades below the largest, which are not counted.
+    # Exact but for weights 14 binades below the largest, which count for more than they are.
     assert (squared_error(weight, chosen) <= errors.amin(0) * (1 + 1e-4)).all()
     assert (amax <= 448 * chosen * (1 + 1e-6)).all()
 
