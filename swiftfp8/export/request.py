@@ -149,9 +149,10 @@ def _for_this(config: Config, request: ExportRequest, default_name: str) -> Conf
     its format was; and a merge does not go where the run's own export went.
     """
     told = {token.partition("=")[0].lstrip("+") for token in request.overrides}
+    bits = apply_overrides(config, request.overrides).export_quantization_bit
     if told & {"export", "export.format"}:
         config = replace(config, export_quantization_bit=None)
-    elif "export_quantization_bit" in told:
+    elif "export_quantization_bit" in told and bits is not None:
         config = replace(config, export=replace(config.export, format="auto"))
     return config if default_name == "export" else replace(config, export_dir=None)
 

@@ -68,6 +68,7 @@ def test_bits_named_now_count_whatever_format_the_run_had(run: Path) -> None:
     (run / "resolved.yaml").write_text("export: {format: fp8}\nexport_quantization_bit: 8\n")
     assert resolve(run).settings.format == "fp8"
     assert resolve(run, "export_quantization_bit=16").settings.format == "bf16"
+    assert resolve(run, "export_quantization_bit=null").settings.format == "fp8"
     both = ("export_quantization_bit=16", "export.format=compressed_tensors")
     assert resolve(run, *both).settings.format == "compressed_tensors"
 
