@@ -208,7 +208,7 @@ def _fitting(
             judges = replace(judges, engine=None)
     if layout.config is None:
         why = "an adapter is exported as it is"
-        missing.update({FIDELITY: why, LOSS: why})
+        missing.update({FIDELITY: why, LOSS: why, ENGINE: why})
         return replace(judges, texts=(), rows=RunRows(), engine=None, missing=missing)
     if _speaks_not(source):
         why = "the model does not predict words"
