@@ -11,7 +11,14 @@ from swiftfp8.config.model_names import looks_like_id
 from swiftfp8.export.gates import FIGURES
 from swiftfp8.export.judge_stage import SERVED
 from swiftfp8.export.report import ExportReport
-from swiftfp8.export.serve import OF_A_RUN, Served, engines_that_serve, look_at, serve_command
+from swiftfp8.export.serve import (
+    Served,
+    engines_that_serve,
+    lies_in_run,
+    look_at,
+    name_of,
+    serve_command,
+)
 from swiftfp8.export.staging import REPORT_NAME
 
 _WHAT = {
@@ -56,7 +63,8 @@ def write_report(report: ExportReport, directory: Path) -> None:
 def model_card(report: ExportReport, served: Served) -> str:
     """Markdown with the front matter that hubs read; `served` is what was written, to an engine."""
     base = report.base if report.format == "adapter" else None
-    served = replace(served, directory=_told(report.export_dir), base=base)
+    place = report.export_dir
+    served = replace(served, directory=_told(place), title=name_of(place), base=base)
     facts = report.facts()
     what = [fact for fact in facts if fact[0] not in _CHECKS]
     checks = [fact for fact in facts if fact[0] in _CHECKS]
@@ -131,7 +139,7 @@ def _told(directory: Path) -> Path:
     if directory.is_absolute() and directory.is_relative_to(Path.cwd()):
         return directory.relative_to(Path.cwd())
     if directory.is_absolute():
-        return Path(*directory.parts[-2 if directory.name in OF_A_RUN else -1 :])
+        return Path(*directory.parts[-2 if lies_in_run(directory) else -1 :])
     return directory
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "tensorrt_llm": ("trtllm-serve",),
     "transformers": ("transformers", "serve"),
 }
-OF_A_RUN = ("export", "merged")  # what an export is called within its run's directory
+_OF_A_RUN = ("export", "merged")  # what an export is called within its run's directory
 # engine -> why its command line takes no adapter.
 _NO_ADAPTER: Mapping[str, str] = {
     "tensorrt_llm": "takes adapters by a file of options, not by its command line",
@@ -46,7 +47,8 @@ class Served:
     """What is served: a directory of a format; of an adapter, its base and its rank too.
 
     `static`: its activations have static scales. `speaks` is False of what puts out labels, scores
-    or vectors; `lora_alone` of an adapter that replaces whole weights as well.
+    or vectors; `lora_alone` of an adapter that replaces whole weights as well. `title` is its name
+    where the directory does not tell it.
     """
 
     directory: Path
@@ -56,12 +58,24 @@ class Served:
     static: bool = False
     speaks: bool = True
     lora_alone: bool = True
+    title: str | None = None
 
     @property
     def name(self) -> str:
-        """Its own name; of `<run>/export` and `<run>/merged` the run's."""
-        place = self.directory.absolute()
-        return (place.name in OF_A_RUN and place.parent.name) or place.name
+        """What it is called, of an adapter in the engine too."""
+        return self.title or name_of(self.directory)
+
+
+def name_of(directory: Path) -> str:
+    """A directory's own name; of `<run>/export` and `<run>/merged` the run's."""
+    place = Path(os.path.abspath(directory))
+    return place.parent.name if lies_in_run(directory) else place.name
+
+
+def lies_in_run(directory: Path) -> bool:
+    """Whether it is what a run's export is called, and its parent is a run."""
+    place = Path(os.path.abspath(directory))
+    return place.name in _OF_A_RUN and (place.parent / "resolved.yaml").is_file()
 
 
 def look_at(directory: Path) -> Served:

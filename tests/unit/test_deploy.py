@@ -71,7 +71,7 @@ def test_host_port_and_other_arguments() -> None:
     assert "--server-name 0.0.0.0 --server-port 9000" in said("bf16", "lmdeploy", **options)
 
 
-def test_adapters_go_on_their_base(tmp_path: Path) -> None:
+def test_adapters_go_on_their_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = look_at(write_adapter(tmp_path / "mine"))
     assert (served.format, served.base, served.rank) == ("adapter", "Qwen/Qwen3-8B", 24)
     command = shlex.join(serve_command(served, "vllm"))
@@ -79,8 +79,12 @@ def test_adapters_go_on_their_base(tmp_path: Path) -> None:
     assert command.endswith(f"--lora-modules mine={tmp_path}/mine")
     assert serve_command(served, "sglang")[-2:] == ["--lora-paths", f"mine={tmp_path}/mine"]
     assert serve_command(served, "lmdeploy")[-2:] == ["--adapters", f"mine={tmp_path}/mine"]
-    of_a_run = replace(served, directory=Path("output/news/export"))
-    assert serve_command(of_a_run, "vllm")[-1] == "news=output/news/export"
+    monkeypatch.chdir(tmp_path)
+    for folder, name in (("output/news/export", "news"), ("export", "export")):
+        Path(folder).mkdir(parents=True)
+        of_a_run = replace(served, directory=Path(folder))
+        Path("output/news/resolved.yaml").touch()
+        assert serve_command(of_a_run, "vllm")[-1] == f"{name}={folder}"
     for engine in ("tensorrt_llm", "transformers"):
         with pytest.raises(SwiftFP8Error, match="merge"):
             serve_command(served, engine)

@@ -126,7 +126,11 @@ def test_a_model_without_a_run_or_a_hub_id() -> None:
     ("given", "title", "told"),
     [
         ("output/news/export", "news", "output/news/export"),
-        ("/home/me/runs/news/merged", "news", "news/merged"),
+        ("{run}/merged", "news", "news/merged"),
+        ("export", "export", "export"),
+        ("../runs/news/export", "news", "../runs/news/export"),
+        ("output/news/../news/../export", "export", "output/news/../news/../export"),
+        ("{run}/more/export", "export", "export"),
         ("{here}/served", "served", "served"),
         ("../elsewhere", "elsewhere", "../elsewhere"),
         ("my export", "my export", "'my export'"),
@@ -135,9 +139,13 @@ def test_a_model_without_a_run_or_a_hub_id() -> None:
 def test_the_title_is_the_runs_name_and_the_directory_as_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, title: str, told: str
 ) -> None:
-    """But for what lies between a machine's root and the run."""
-    monkeypatch.chdir(tmp_path)
-    place = Path(given.format(here=tmp_path))
+    """But for what lies between a machine's root and the run; no other folder gives its name."""
+    here, run = tmp_path / "work", tmp_path / "runs" / "news"
+    for folder in (run, here / "output" / "news"):
+        folder.mkdir(parents=True)
+        (folder / "resolved.yaml").touch()
+    monkeypatch.chdir(here)
+    place = Path(given.format(here=here, run=run))
     card = card_of(report(export_dir=place))
     assert f"\n# {title}\n" in card and f"\nvllm serve {told}\n" in card
     assert "/home/me" not in card and str(tmp_path) not in card
