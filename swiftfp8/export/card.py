@@ -20,6 +20,7 @@ from swiftfp8.export.serve import (
     serve_command,
 )
 from swiftfp8.export.staging import REPORT_NAME
+from swiftfp8.models.family import family_names
 
 _WHAT = {
     "fp8_block": "FP8 (e4m3, 128x128 blocks)",
@@ -91,7 +92,7 @@ def _front_matter(report: ExportReport) -> list[str]:
     tags = ["swiftfp8", *(["fp8"] if report.quantized else [])]
     lines = ["---", f"library_name: {'peft' if report.format == 'adapter' else 'transformers'}"]
     lines += [f"pipeline_tag: {_pipeline(report)}"]
-    if looks_like_id(report.base) and "/" in report.base:
+    if _is_repository(report.base):
         lines += [f"base_model: {json.dumps(report.base)}"]
     lines += ["tags:", *(f"- {tag}" for tag in tags), "---"]
     return ["\n".join(lines)]
@@ -121,11 +122,24 @@ def _training(report: ExportReport) -> list[str]:
 def _use(report: ExportReport, served: Served) -> list[str]:
     """The engines that serve it and the commands, by the base's public name."""
     engines = engines_that_serve(served)
-    commands = [shlex.join(serve_command(served, "vllm"))] if "vllm" in engines else []
-    if report.trained is not None or not commands:
+    known = served.base is None or not _ours_alone(served.base)
+    commands = [shlex.join(serve_command(served, "vllm"))] if known and "vllm" in engines else []
+    on_hub = served.base is None or _is_repository(served.base)
+    if report.trained is not None or not commands or not on_hub:
         commands.insert(0, _infer(served))
     said = f"Engines for this format: {', '.join(engines)}." if engines else _NO_ENGINE
     return [said, "```\n" + "\n".join(commands) + "\n```"]
+
+
+def _is_repository(base: str) -> bool:
+    """Whether the base is a repository of a hub, and no directory, file or registered name."""
+    return looks_like_id(base) and base.count("/") == 1
+
+
+def _ours_alone(base: str) -> bool:
+    """Whether swiftfp8 finds the base by a name that means nothing to an engine."""
+    names = (name.lower() for name in family_names())
+    return base.lower() in names or base.lower().endswith(".gguf")
 
 
 def _infer(served: Served) -> str:

@@ -153,6 +153,18 @@ def test_the_title_is_the_runs_name_and_the_directory_as_given(
     assert f"--lora-modules {shlex.quote(f'{title}={shlex.split(told)[0]}')}\n" in adapter
 
 
+@pytest.mark.parametrize(
+    ("base", "served"),
+    [("tiny", False), ("Owner/Model-GGUF/model.gguf", False), ("my-model", True)],
+)
+def test_an_adapter_on_a_base_that_is_no_repository(base: str, served: bool) -> None:
+    card = card_of(report(format="adapter", quantized=0, base=base), base="/home/me/it")
+    use = section(card, "Use")
+    assert f"swiftfp8 infer model={base} adapter=out\n" in use
+    assert ("vllm serve" in use) == served
+    assert "base_model" not in front_matter(card)
+
+
 def test_an_adapter_that_no_engine_serves() -> None:
     """Of another task, or with weights that it replaces whole."""
     trained = Trained(task="seq_cls", head=None, pooling=None)
