@@ -24,7 +24,7 @@ from rich.table import Table
 from swiftfp8.answer_metrics import METRICS, compare_answers
 from swiftfp8.config.fields import field_docs
 from swiftfp8.config.schema import Config
-from swiftfp8.errors import SwiftFP8Error, raise_all
+from swiftfp8.errors import RunFailed, SwiftFP8Error
 from swiftfp8.infer import Sampling, generation_options, load_chat_tokenizer, load_for_chat
 from swiftfp8.requests import EvalRequest
 
@@ -79,13 +79,13 @@ def evaluate(
     from swiftfp8.export.run_rows import read_run_rows
 
     console, sampling = console or Console(), sampling or Sampling()
+    tokenizer = load_chat_tokenizer(adapter_dir, model_dir, trust_remote_code=trust_remote_code)
     with _advice_of_this_command():
         found = read_run_rows(_answers_alone(config), model_dir, adapter_dir)
     if found.missing is not None:
         raise SwiftFP8Error(
             f"there is nothing to ask: {found.missing}", where="dataset", fix="set dataset=<rows>"
         )
-    tokenizer = load_chat_tokenizer(adapter_dir, model_dir, trust_remote_code=trust_remote_code)
     with console.status("loading the model"):
         model = load_for_chat(model_dir, adapter_dir, trust_remote_code=trust_remote_code)
     rows = _spread(found.rows, limit)
@@ -175,17 +175,23 @@ def _advice_of_this_command() -> Iterator[None]:
     """Where reading rows advises a recipe's options, which are not taken here, advise ours."""
     try:
         yield
+    except RunFailed:
+        raise
     except SwiftFP8Error as error:
-        raise_all([_advised_here(one) for one in getattr(error, "problems", (error,))])
+        for problem in getattr(error, "problems", (error,)):
+            if _advises_others(problem.fix or ""):
+                problem.fix = "correct the rows, or name others: dataset=<rows>"
+        raise
 
 
-def _advised_here(problem: SwiftFP8Error) -> SwiftFP8Error:
+def _advises_others(fix: str) -> bool:
+    """Whether it names options of a recipe: they are written `key=`, or are no plain words.
+
+    A template is what the model was trained with: there other rows are no way out.
+    """
     ours = {field.name for field in fields(EvalRequest)}
-    words = set(re.findall(r"[a-z_]+(?:\.[a-z_]+)*", problem.fix or ""))
-    if not words & (set(field_docs()) - ours):
-        return problem
-    fix = "correct the rows, or name others: dataset=<rows>"
-    return SwiftFP8Error(problem.what, where=problem.where, fix=fix)
+    named = set(re.findall(r"[a-z_.]+(?==)|[a-z]+(?:[._][a-z]+)+", fix))
+    return bool(named & (set(field_docs()) - ours - {"template"}))
 
 
 def rows_of(config: Config, entries: Sequence[str]) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from task_kit import SOUNDS, run_task, write_decoder, write_rows
 
 from swiftfp8 import pipeline
 from swiftfp8.config.compose import read_resolved
-from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.errors import RunFailed, SwiftFP8Error
 from swiftfp8.evaluate import evaluate
 from swiftfp8.export.locate import locate_run
 from swiftfp8.infer import Sampling
@@ -27,6 +28,10 @@ SHORT = Sampling(max_new_tokens=24)
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+class Stale(SwiftFP8Error):
+    """A mistake of a kind of its own."""
 
 
 def row(word: str, sound: str) -> dict:
@@ -117,6 +122,40 @@ def test_advice_names_what_eval_takes(run, tmp_path):
     with pytest.raises(SwiftFP8Error, match="not UTF-8") as caught:
         ask(run=str(run), dataset=str(wide))
     assert "iconv" in caught.value.fix, "what helps here too is left as it is"
+
+
+def test_a_model_without_a_chat_template_is_told_as_in_a_chat(run, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(run.parent / "model", model)
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(SwiftFP8Error, match="no chat template") as caught:
+        ask(model=str(model), dataset="quickstart")
+    assert "put the model's chat_template.jinja there" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("fix", "told"),
+    [
+        ("raise max_length, or correct the rows", True),
+        ("leave them out with data.on_bad_row=skip", True),
+        ("task=sft reads: text", True),
+        ("change the template (template=FILE), so that a line break stands between", False),
+        ("ask your system for more room: packing this task is all it can do", False),
+    ],
+)
+def test_advice_is_changed_where_it_names_a_recipes_options(monkeypatch, run, fix, told):
+    def fail(*_):
+        raise problem
+
+    monkeypatch.setattr("swiftfp8.export.run_rows.read_run_rows", fail)
+    for problem in (SwiftFP8Error("wrong", fix=fix), Stale("wrong", fix=fix)):
+        with pytest.raises(type(problem)) as caught:
+            ask(run=str(run))
+        assert (caught.value.fix == fix) == (not told)
+    problem = RunFailed("no memory left", fix=fix)
+    with pytest.raises(RunFailed) as caught:
+        ask(run=str(run))
+    assert caught.value.fix == fix
 
 
 @pytest.mark.parametrize(
