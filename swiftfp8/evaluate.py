@@ -204,11 +204,16 @@ def rows_of(config: Config, entries: Sequence[str]) -> Config:
 
 
 def _answers_alone(config: Config) -> Config:
-    """The configuration with answers marked in its rows, whatever else the run was trained on."""
+    """The configuration with answers marked in its rows, whatever else the run was trained on.
+
+    Rows that chose the rounding of an export may be asked: none is rounded here.
+    """
     data, usual = config.data, type(config.data)()
     scale = usual.loss_scale if data.loss_scale == "all" else data.loss_scale
     data = replace(data, loss_scale=scale, loss_weights=usual.loss_weights)
-    return replace(config, task="sft" if config.task == "pretrain" else config.task, data=data)
+    task = "sft" if config.task == "pretrain" else config.task
+    export = replace(config.export, calibrate=False)
+    return replace(config, task=task, data=data, export=export)
 
 
 def _ask(

@@ -22,7 +22,7 @@ from swiftfp8.export.calibrate import WINDOW, Calibration, calibrate, calibratio
 from swiftfp8.export.clock import Clock
 from swiftfp8.export.layout import Layout
 from swiftfp8.export.locate import tokenizer_dir
-from swiftfp8.export.run_rows import rows_of_words
+from swiftfp8.export.run_rows import data_sets, rows_of_words
 from swiftfp8.export.source import Source
 from swiftfp8.export.staging import check_space
 
@@ -135,11 +135,7 @@ def _no_rows() -> SwiftFP8Error:
 
 
 def _require_other_text(entries: Sequence[str], judged: Sequence[str]) -> None:
-    def data_set(entry: str) -> str:
-        name = entry.partition("#")[0]
-        return str(Path(name).resolve()) if Path(name).exists() else name
-
-    shared = {data_set(entry) for entry in entries} & {data_set(entry) for entry in judged}
+    shared = data_sets(entries) & data_sets(judged)
     if shared:
         raise SwiftFP8Error(
             f"{sorted(shared)[0]} would both choose the rounding and judge it",

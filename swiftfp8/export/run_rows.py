@@ -44,17 +44,15 @@ def read_run_rows(config: Config, model_dir: Path, adapter_dir: Path | None) -> 
     """
     if not speaks(config):
         return RunRows(missing=f"task={config.task} does not predict words")
-    calibrates = config.export.calibrate and not config.export.calibration_dataset
     if config.val_dataset:
         entries, kind = tuple(config.val_dataset), "evaluation"
-        shared = set(map(_name, entries)) & set(map(_name, config.dataset))
-        clash = calibrates and bool(shared)
+        clash = _calibrate(config, entries)
     elif (config.split_dataset_ratio > 0 or _holds_first(config)) and config.dataset:
         entries, kind = tuple(config.dataset), "evaluation"
-        clash = calibrates and _holds_first(config)
+        clash = _calibrate(config, entries, set_aside=not _holds_first(config))
     elif config.dataset:
         entries = tuple(map(_sampled, config.dataset))
-        kind, clash = "training", calibrates
+        kind, clash = "training", _calibrate(config, entries)
     else:
         return RunRows(missing="no rows are known (a run has its own)")
     if clash:
@@ -63,6 +61,23 @@ def read_run_rows(config: Config, model_dir: Path, adapter_dir: Path | None) -> 
     if not rows:
         return RunRows(missing="none of the run's rows is a desired answer")
     return RunRows(rows=rows, kind=kind)
+
+
+def _calibrate(config: Config, entries: Sequence[str], *, set_aside: bool = False) -> bool:
+    """Whether rows of `entries` choose the rounding; of a split only where they are named for it.
+
+    `set_aside`: they are the rows that a split kept from training.
+    """
+    named = config.export.calibration_dataset
+    if not config.export.calibrate or (set_aside and not named):
+        return False
+    return bool(data_sets(entries) & data_sets(named or config.dataset))
+
+
+def data_sets(entries: Sequence[str]) -> set[str]:
+    """What data sets the entries are of, however many of their rows; files by their whole path."""
+    names = map(_name, entries)
+    return {str(Path(name).resolve()) if Path(name).exists() else name for name in names}
 
 
 def rows_of_words(rows: Any) -> Iterator[tuple[Any, Any]]:

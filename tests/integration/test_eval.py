@@ -73,12 +73,19 @@ def test_a_run_answers_its_own_evaluation_rows(run, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"data": {"loss_scale": "all"}}, {"data": {"loss_weights": {"assistant": 2.0}}}],
+    [
+        {"data": {"loss_scale": "all"}},
+        {"data": {"loss_weights": {"assistant": 2.0}}},
+        {"export": {"calibrate": True}},
+    ],
 )
 def test_a_run_that_was_trained_on_more_than_answers_is_asked_alike(run, tmp_path, options):
     composed = read_resolved(run)
-    data = replace(composed.data, **options["data"])
-    found = evaluate(replace(composed, data=data), *locate_run(run), limit=2, sampling=SHORT)
+    ((part, changes),) = options.items()
+    if "calibrate" in changes:
+        changes = {**changes, "calibration_dataset": composed.val_dataset}
+    changed = replace(composed, **{part: replace(getattr(composed, part), **changes)})
+    found = evaluate(changed, *locate_run(run), limit=2, sampling=SHORT)
     assert found.rows == 2 and found.metrics["exact_match"] == 1.0
     assert found.answers[0].wanted.startswith("It says")
 

@@ -61,6 +61,26 @@ def test_rows_that_chose_the_rounding_do_not_judge_it(options) -> None:
     assert read(**options, export=other).rows
 
 
+@pytest.mark.parametrize("name", ["{folder}/rows.jsonl", "rows.jsonl#5", "quickstart-unseen#9"])
+@pytest.mark.parametrize("place", ["val_dataset", "split", "dataset"])
+def test_rows_that_are_named_to_choose_the_rounding_do_not_judge_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"instruction": f"{k} + 1?", "output": str(k + 1)}) for k in range(20)]
+    Path("rows.jsonl").write_text("\n".join(lines))
+    run: dict[str, object] = {"dataset": ["rows.jsonl", "quickstart-unseen"]}
+    if place == "val_dataset":
+        run = {"dataset": ["quickstart"], "val_dataset": run["dataset"]}
+    elif place == "split":
+        run["split_dataset_ratio"] = 0.1
+    for names, judges in (([name.format(folder=tmp_path)], False), (["quickstart-reworded"], True)):
+        export = ExportConfig(calibrate=True, calibration_dataset=names)
+        found = read(**run, export=export)
+        assert bool(found.rows) == judges
+        assert ("chose the rounding" in str(found.missing)) == (not judges)
+
+
 def test_evaluation_rows_judge_a_calibrated_export() -> None:
     found = read(dataset=["quickstart"], val_dataset=["quickstart-reworded"], export=CALIBRATED)
     assert found.rows
