@@ -50,12 +50,22 @@ def test_threads_that_the_user_set_stay(model: Path, monkeypatch: pytest.MonkeyP
         assert torch.get_num_threads() == 2
 
 
-def test_weights_that_are_unknown_or_damaged(model: Path) -> None:
+def test_weights_that_are_unknown_or_damaged_leave_the_threads(model: Path) -> None:
+    """They are for the command to judge, as where there is a GPU."""
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    with pytest.raises(SwiftFP8Error, match="truncated"), threads_for(model):
-        pass
+    with threads_for(model):
+        assert torch.get_num_threads() == 2
+    request = InferRequest(model=str(model), prompt="?")
+    with pytest.raises(SwiftFP8Error, match="is truncated: expected"):
+        pipeline.infer(request)
     weights.unlink()
+    with threads_for(model):
+        assert torch.get_num_threads() == 2
+
+
+def test_a_stray_file_beside_the_weights_is_not_judged(model: Path) -> None:
+    (model / "notes.safetensors").write_bytes(b"no header")
     with threads_for(model):
         assert torch.get_num_threads() == 2
 
