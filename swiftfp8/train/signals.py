@@ -50,36 +50,40 @@ class WorkerDeaths:
     """Keeps PyTorch's handler of SIGCHLD from raising in the middle of a step.
 
     That handler says which loader process died, wherever the program is; but only between steps
-    can what was trained be saved. So between the uses of `heard` the signal is noted alone.
+    can what was trained be saved. So between the uses of `heard` it is called, as any other handler
+    that is in its place, and what it raises waits.
     """
 
     def __init__(self) -> None:
-        self._handler: Any = None  # PyTorch's, while it is held back
-        self._noted = False
+        self._handler: Any = None  # what is called by ours
+        self._death: RuntimeError | None = None
 
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Raise what was held back, and what comes; hold back what follows."""
         self.release()
-        if self._noted:
-            self._noted = False
-            signal.raise_signal(signal.SIGCHLD)
+        death, self._death = self._death, None
+        if death is not None:
+            raise death
         try:
             yield
         finally:
             handler = signal.getsignal(signal.SIGCHLD)
             if callable(handler) and threading.current_thread() is threading.main_thread():
                 self._handler = handler
-                signal.signal(signal.SIGCHLD, self._note)
+                signal.signal(signal.SIGCHLD, self._hold_back)
 
     def release(self) -> None:
-        """Give PyTorch's handler its place again."""
+        """Give the handler its place again."""
         if self._handler is not None:
             signal.signal(signal.SIGCHLD, self._handler)
             self._handler = None
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self._noted = True
+    def _hold_back(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._handler(number, frame)
+        except RuntimeError as death:
+            self._death = death
 
 
 def ignore_interrupts() -> None:
