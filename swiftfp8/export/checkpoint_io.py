@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -285,7 +285,7 @@ def shard_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory, by its index where it has one."""
     index = directory / INDEX_NAME
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        names = _indexed_files(index)
         missing = [name for name in names if not (directory / name).is_file()]
         if missing or not names:
             raise SwiftFP8Error(
@@ -314,12 +314,19 @@ def read_header(file: Path) -> list[tuple[TensorSpec, int]]:
             raise _damaged(file, "the header is cut off")
         try:
             header = json.loads(handle.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _damaged(file, "the header is not JSON") from error
+    if not isinstance(header, dict):
+        raise _damaged(file, "the header is not a JSON object")
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
     found = [_entry(file, name, entry, 8 + length) for name, entry in entries]
-    found.sort(key=lambda pair: pair[1])
-    end = max((offset + spec.nbytes for spec, offset in found), default=8 + length)
+    found.sort(key=lambda pair: (pair[1], pair[0].nbytes))
+    end = 8 + length
+    for spec, offset in found:
+        if offset != end:
+            kind = "overlaps the tensor before it" if offset < end else "has a gap before it"
+            raise _damaged(file, f"tensor {spec.name} {kind}")
+        end += spec.nbytes
     if end != size:
         raise _damaged(file, f"{size} bytes long where its header says {end}")
     return found
@@ -359,22 +366,45 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SwiftFP8Error(f"can't read {path.name}: {error.strerror}", where=str(path)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SwiftFP8Error(f"{path.name} is not valid JSON: {error}", where=str(path)) from error
     if not isinstance(value, dict):
         raise SwiftFP8Error(f"{path.name} does not hold a JSON object", where=str(path))
     return value
 
 
+def _indexed_files(index: Path) -> list[str]:
+    """The file names of an index, sorted."""
+    weight_map = read_json(index).get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
+        raise SwiftFP8Error(
+            "weight_map is no JSON object of tensor names and file names",
+            where=str(index),
+            fix="download or copy the model again",
+        )
+    return sorted(set(weight_map.values()))
+
+
 def _entry(file: Path, name: str, entry: Any, base: int) -> tuple[TensorSpec, int]:
-    dtype = entry["dtype"]
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets)):
+        raise _damaged(file, f"tensor {name} has no type, shape and byte range in the header")
     if dtype not in DTYPES:
         raise _damaged(file, f"tensor {name} has the unknown type {dtype}")
-    spec = TensorSpec(name=name, dtype=dtype, shape=tuple(entry["shape"]))
-    start, end = entry["data_offsets"]
+    if len(offsets) != 2:
+        raise _damaged(file, f"tensor {name} has {len(offsets)} data_offsets, not 2")
+    spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
+    start, end = offsets
     if end - start != spec.nbytes:
         raise _damaged(file, f"tensor {name} has {end - start} bytes for shape {spec.shape}")
     return spec, base + start
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _header_bytes(specs: Sequence[TensorSpec]) -> bytes:

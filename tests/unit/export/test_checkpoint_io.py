@@ -1,6 +1,7 @@
 """Safetensors in pieces: what is written is what safetensors reads, and damage has a name."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from swiftfp8.export.checkpoint_io import (
     CheckpointWriter,
     TensorSpec,
     parse_size,
+    read_json,
 )
 
 TENSORS = {
@@ -76,6 +78,59 @@ def test_a_truncated_file_is_named(tmp_path: Path, cut: int) -> None:
     with pytest.raises(SwiftFP8Error, match="damaged safetensors") as caught:
         CheckpointReader(tmp_path)
     assert caught.value.where == str(file)
+
+
+def write_raw(file: Path, header: object, data: bytes = bytes(8)) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+GOOD = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ([], "not a JSON object"),
+        (b"[" * 100_000, "not JSON"),
+        ({"a": [1]}, "tensor a has no type"),
+        ({"a": {key: GOOD[key] for key in ("shape", "data_offsets")}}, "tensor a has no type"),
+        ({"a": GOOD | {"dtype": ["F32"]}}, "tensor a has no type"),
+        ({"a": GOOD | {"shape": [1.0]}}, "tensor a has no type"),
+        ({"a": GOOD | {"shape": [-1]}}, "tensor a has no type"),
+        ({"a": GOOD | {"data_offsets": [-4, 0]}}, "tensor a has no type"),
+        ({"a": GOOD | {"data_offsets": None}}, "tensor a has no type"),
+        ({"a": GOOD | {"data_offsets": [0, 4, 8]}}, "3 data_offsets"),
+        ({"a": GOOD, "b": GOOD | {"shape": [2], "data_offsets": [0, 8]}}, "tensor b overlaps"),
+        ({"a": GOOD | {"data_offsets": [4, 8]}}, "tensor a has a gap"),
+    ],
+)
+def test_a_header_that_no_writer_writes(tmp_path: Path, header: object, said: str) -> None:
+    file = tmp_path / "model.safetensors"
+    write_raw(file, header)
+    with pytest.raises(SwiftFP8Error, match=said) as caught:
+        CheckpointReader(tmp_path)
+    assert caught.value.where == str(file) and caught.value.fix
+
+
+def test_empty_tensors_overlap_nothing(tmp_path: Path) -> None:
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [4, 4]}
+    header = {"a": GOOD, "b": GOOD | {"data_offsets": [4, 8]}, "c": empty}
+    write_raw(tmp_path / "model.safetensors", header)
+    assert sorted(CheckpointReader(tmp_path).specs) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("weight_map", [None, ["a"], {"a": 1}, {"a": None}, {"a": ["b"]}])
+def test_an_index_of_odd_types(tmp_path: Path, weight_map: object) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(SwiftFP8Error, match="weight_map is no JSON object"):
+        CheckpointReader(tmp_path)
+
+
+def test_json_too_deep_to_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(SwiftFP8Error, match="not valid JSON"):
+        read_json(tmp_path / "config.json")
 
 
 def test_missing_weights_and_shards(tmp_path: Path) -> None:
