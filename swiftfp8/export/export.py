@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -344,6 +344,7 @@ def _begun(
     elif hint := unfinished_hint(export_dir):
         context.console.print(hint, markup=False, highlight=False, soft_wrap=True)
     with (
+        unfinished.journal if unfinished else nullcontext(),  # locked until the end
         staged(
             export_dir,
             overwrite=settings.overwrite,

@@ -16,10 +16,10 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from swiftfp8 import __version__
 from swiftfp8.errors import SwiftFP8Error
@@ -45,10 +45,14 @@ class _Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Unfinished:
-    """What an interrupted export has left: its directory and its complete shards."""
+    """What an interrupted export has left: its directory and its complete shards.
+
+    `journal` is open, and keeps every other export out of the directory until it is closed.
+    """
 
     directory: Path
     shards: Mapping[str, _Shard]
+    journal: IO[str] = field(compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -97,25 +101,28 @@ def find_unfinished(target: Path, wanted: Fingerprint) -> tuple[Unfinished | Non
     said = "there is no interrupted export to resume: exporting from the start"
     different: list[tuple[Path, Fingerprint]] = []
     for directory in partial_directories(target):
-        if _is_locked(directory):
-            raise SwiftFP8Error(
-                "another export is writing to this directory now",
-                where=str(directory),
-                fix="wait for it, or choose another export_dir",
-            )
+        journal = _open_locked(directory)
+        if journal is None:
+            continue
         noted, shards = _read(directory / JOURNAL_NAME)
         if shards and noted != wanted:
+            journal.close()
             different.append((directory, noted))
             continue
         good = {name: s for name, s in shards.items() if _is_intact(directory / name, s)}
-        found = Unfinished(directory=directory, shards=good)
+        found = Unfinished(directory=directory, shards=good, journal=journal)
         if good:
+            _release(left)
             size = f"{found.nbytes / 2**30:.2f} GiB"
             return found, f"resuming: {len(good)} finished file(s), {size}, are kept"
         if (directory / JOURNAL_NAME).exists():
+            _release(left)
             left = found
             said = f"nothing in {directory.name} can be reused: exporting from the start"
+        else:  # finished, or removed, just now
+            journal.close()
     if different:
+        _release(left)
         directory, noted = different[0]
         raise SwiftFP8Error(
             f"the interrupted export was made of something else: {_difference(noted, wanted)}",
@@ -151,8 +158,9 @@ class ExportJournal:
         self._shards = dict(unfinished.shards) if unfinished else {}
         self.reused = len(self._shards)
         self._pending: list[LayerError] = []
+        self._file = unfinished.journal if unfinished else _new_journal(directory)
         for path in directory.iterdir():
-            if path.is_file() and path.name not in self._shards:
+            if path.is_file() and path.name not in (*self._shards, JOURNAL_NAME):
                 path.unlink()
 
     @property
@@ -181,8 +189,8 @@ class ExportJournal:
         self._path.unlink()
 
     def __enter__(self) -> ExportJournal:
-        self._file = self._path.open("w", encoding="utf-8")
-        _lock(self._file.fileno())
+        self._file.seek(0)
+        self._file.truncate()
         self._file.write(json.dumps({"fingerprint": dict(self._made_of)}) + "\n")
         for name, shard in self._shards.items():
             self._append(name, shard)
@@ -207,7 +215,7 @@ def _read(path: Path) -> tuple[Fingerprint, dict[str, _Shard]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         made_of = dict(json.loads(lines[0])["fingerprint"])
-    except (OSError, ValueError, KeyError, IndexError):
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
         return {}, {}
     shards: dict[str, _Shard] = {}
     for line in lines[1:]:
@@ -267,6 +275,40 @@ def _plain(value: Any) -> Any:
         return dict(value)
     assert isinstance(value, Iterable), value
     return list(value)
+
+
+def _new_journal(directory: Path) -> IO[str]:
+    """An empty journal that is locked before anybody can find it under its name."""
+    unnamed = directory / f"{JOURNAL_NAME}.new"
+    file = unnamed.open("x", encoding="utf-8")
+    _lock(file.fileno())
+    unnamed.rename(directory / JOURNAL_NAME)
+    return file
+
+
+def _open_locked(directory: Path) -> IO[str] | None:
+    """The journal of an interrupted export, locked; None where there is none.
+
+    Raises:
+        SwiftFP8Error: another export has the lock.
+    """
+    try:
+        file = (directory / JOURNAL_NAME).open("r+", encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    if _lock(file.fileno()):
+        return file
+    file.close()
+    raise SwiftFP8Error(
+        "another export is writing to this directory now",
+        where=str(directory),
+        fix="wait for it, or choose another export_dir",
+    )
+
+
+def _release(unfinished: Unfinished | None) -> None:
+    if unfinished:
+        unfinished.journal.close()
 
 
 def _is_locked(directory: Path) -> bool:

@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.errors import RunFailed, SwiftFP8Error
 
 REPORT_NAME = "export_report.json"
 """The file that tells an export from any other directory."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_TOO_LARGE = errno.EFBIG
 _SLACK = 64 << 20  # configuration, tokenizer, file system overhead
 _GIB = 2**30
 
@@ -53,7 +54,7 @@ def staged(
         if adopt is None:
             partial.mkdir()
         yield partial
-        _put_in_place(partial, target)
+        _put_in_place(partial, target, overwrite=overwrite)
     except BaseException as error:
         if not keep(error, partial):
             shutil.rmtree(partial, ignore_errors=True)
@@ -61,6 +62,12 @@ def staged(
                 _remove_empty(parent)
         if isinstance(error, OSError) and error.errno in _FULL:
             raise _no_space(target.parent, needed_bytes) from error
+        if isinstance(error, OSError) and error.errno == _TOO_LARGE:
+            raise SwiftFP8Error(
+                "a file grew larger than the file system, or `ulimit -f`, allows",
+                where=str(partial),
+                fix="raise that limit, or set a smaller export.max_shard_size",
+            ) from error
         raise
 
 
@@ -76,8 +83,8 @@ def partial_directories(target: Path) -> list[Path]:
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether what was written until this error is good: Ctrl-C, or a disk that is full."""
-    full = isinstance(error, OSError) and error.errno in _FULL
+    """Whether what was written until this error is good: Ctrl-C, or a disk that takes no more."""
+    full = isinstance(error, OSError) and error.errno in (*_FULL, _TOO_LARGE)
     return full or isinstance(error, KeyboardInterrupt)
 
 
@@ -116,25 +123,40 @@ def _no_space(directory: Path, needed_bytes: int) -> SwiftFP8Error:
     )
 
 
-def _new_name(target: Path) -> Path:
+def _new_name(target: Path, kind: str = "partial") -> Path:
     """A name that no earlier attempt has, by a process of the same number (as containers have)."""
-    name = f"{target.name}.partial-{os.getpid()}"
+    name = f"{target.name}.{kind}-{os.getpid()}"
     tries = (target.with_name(name if n == 0 else f"{name}-{n}") for n in count())
     return next(path for path in tries if not os.path.lexists(path))
 
 
-def _put_in_place(partial: Path, target: Path) -> None:
-    old = target.with_name(f"{target.name}.old-{os.getpid()}")
-    if os.path.lexists(target):
-        os.rename(target, old)
+def _put_in_place(partial: Path, target: Path, *, overwrite: bool) -> None:
+    check_target(target, overwrite=overwrite)  # another export may have finished meanwhile
+    old = _new_name(target, "old")
     try:
+        if overwrite and os.path.lexists(target):
+            os.rename(target, old)
         os.rename(partial, target)
     except BaseException:  # Ctrl-C too: the old one must not stay under another name
-        if old.exists() and not target.exists():
-            os.rename(old, target)
+        if partial.exists() and old.exists():
+            _put_back(old, target)
+        else:
+            shutil.rmtree(old, ignore_errors=True)
         raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _put_back(old: Path, target: Path) -> None:
+    try:
+        os.rename(old, target)
+    except BaseException as error:
+        if not old.exists():  # Ctrl-C came when it was done
+            raise
+        raise RunFailed(
+            "the export was not replaced, and could not get its name back",
+            where=str(old),
+            fix=f"rename that directory to {target.name}: it is whole",
+        ) from error
 
 
 def _make_parents(parent: Path) -> list[Path]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from test_export import save_adapter
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import RunFailed, SwiftFP8Error
-from swiftfp8.export import checkpoint_io
+from swiftfp8.export import checkpoint_io, journal
 from swiftfp8.export.check import check_checkpoint
 from swiftfp8.export.export import ExportContext, export_checkpoint
 from swiftfp8.export.journal import JOURNAL_NAME
+from swiftfp8.export.staging import staged
 
 SMALL = ExportConfig(format="fp8_block", max_shard_size="300KB", verify=False)
 OWN_FILES = {"README.md", "export_report.json"}  # they tell the time
@@ -163,7 +165,7 @@ def test_one_that_stopped_while_it_was_checked_writes_nothing_again(
 def test_ctrl_c_when_the_journal_is_gone_leaves_nothing_that_nobody_could_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*arguments: object) -> None:
+    def stop(*arguments: object, **keywords: object) -> None:
         raise KeyboardInterrupt
 
     base = save_model(tmp_path / "base", "llama")
@@ -211,8 +213,8 @@ def test_where_nothing_is_left_it_says_so_and_starts(tmp_path: Path) -> None:
     )
     assert "no interrupted export to resume: exporting from the start" in text
     left = half_done(base, tmp_path / "export")
-    journal = left / JOURNAL_NAME
-    journal.write_text(journal.read_text().splitlines()[0] + "\n{cut off")
+    file = left / JOURNAL_NAME
+    file.write_text(file.read_text().splitlines()[0] + "\n{cut off")
     report, text = said(
         lambda context: export_checkpoint(base, None, tmp_path / "export", settings, context)
     )
@@ -247,6 +249,39 @@ def test_a_running_export_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(SwiftFP8Error, match="another export is writing"):
             export_checkpoint(base, None, tmp_path / "export", replace(SMALL, resume=True))
     assert left.is_dir()
+
+
+def test_what_is_being_resumed_is_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first look at it, hashing included, until the end."""
+    base = save_model(tmp_path / "base", "llama")
+    half_done(base, tmp_path / "export")
+    resume = replace(SMALL, resume=True)
+    refused: list[str] = []
+
+    def refuse_another(where: str, stage: Callable[..., object]) -> Callable[..., object]:
+        def with_another(*arguments: object, **keywords: object) -> object:
+            if where not in refused:
+                refused.append(where)
+                with pytest.raises(SwiftFP8Error, match="another export is writing"):
+                    export_checkpoint(base, None, tmp_path / "export", resume)
+            return stage(*arguments, **keywords)
+
+        return with_another
+
+    for where, stage in (("journal._hash_file", journal._hash_file), ("export.staged", staged)):
+        monkeypatch.setattr(f"swiftfp8.export.{where}", refuse_another(where, stage))
+    assert export_checkpoint(base, None, tmp_path / "export", resume).reused > 0
+    assert refused == ["journal._hash_file", "export.staged"]
+
+
+@pytest.mark.parametrize("line", ["[1]", "5", '{"fingerprint": null}'])
+def test_a_damaged_journal_is_nothing_to_resume(tmp_path: Path, line: str) -> None:
+    base = save_model(tmp_path / "base", "llama")
+    left = half_done(base, tmp_path / "export")
+    (left / JOURNAL_NAME).write_text(f"{line}\n")
+    assert export_checkpoint(base, None, tmp_path / "export", replace(SMALL, resume=True))
 
 
 def test_a_fault_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

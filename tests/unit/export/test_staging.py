@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.errors import RunFailed, SwiftFP8Error
 from swiftfp8.export import staging
 from swiftfp8.export.staging import staged
 
@@ -70,6 +70,57 @@ def test_ctrl_c_while_it_gets_its_name_leaves_the_old_one(
     assert [p.name for p in tmp_path.iterdir()] == ["export"]
 
 
+def test_an_export_that_finished_meanwhile_is_kept(tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    with (
+        pytest.raises(SwiftFP8Error, match="exists already"),
+        staged(target, overwrite=False, needed_bytes=0),
+    ):
+        target.mkdir()
+        (target / "config.json").write_text("the other's")
+    assert (target / "config.json").read_text() == "the other's"
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+def test_ctrl_c_when_the_old_one_has_just_lost_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "export"
+    fill(target, "old")
+    rename = os.rename
+
+    def interrupted(source: Path, destination: Path) -> None:
+        rename(source, destination)
+        if ".old-" in Path(destination).name:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(staging.os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fill(target, "new", overwrite=True)
+    assert (target / "config.json").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_old_export_that_can_not_get_its_name_back_is_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "export"
+    fill(target, "old")
+    rename = os.rename
+
+    def interrupted(source: Path, destination: Path) -> None:
+        if Path(destination) == target:
+            raise KeyboardInterrupt
+        rename(source, destination)
+
+    monkeypatch.setattr(staging.os, "rename", interrupted)
+    with pytest.raises(RunFailed, match="could not get its name back") as caught:
+        fill(target, "new", overwrite=True)
+    (old,) = tmp_path.iterdir()
+    assert caught.value.where == str(old)
+    assert (old / "config.json").read_text() == "old"
+
+
 def test_overwrite_spares_what_is_no_export(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years")
@@ -110,3 +161,13 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_over_the_limit_is_explained_and_an_interruption(tmp_path: Path) -> None:
+    error = OSError(errno.EFBIG, "File too large")
+    assert staging.is_interruption(error)
+    with (
+        pytest.raises(SwiftFP8Error, match="ulimit -f"),
+        staged(tmp_path / "export", overwrite=False, needed_bytes=0),
+    ):
+        raise error
