@@ -6,7 +6,9 @@ hub. It gives the exported weights' answers; the speed is for a serving engine.
 
 from __future__ import annotations
 
+import math
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +84,9 @@ def load_for_chat(
     from safetensors import SafetensorError
 
     from swiftfp8.models.checkpoint import check_safetensors, weight_files
+    from swiftfp8.models.load import check_loaded
     from swiftfp8.models.quiet import quiet_transformers
-    from swiftfp8.models.task_model import auto_class, set_head
+    from swiftfp8.models.task_model import auto_class, head_modules, may_be_missing, set_head
 
     model_class = auto_class(TASKS[trained.task if trained else "sft"])
     device, dtype = _placement()
@@ -95,12 +98,13 @@ def load_for_chat(
         return (_with_adapter(model, adapter_dir) if adapter_dir else model).to(device).eval()
     try:
         with quiet_transformers():
-            model = model_class.from_pretrained(
+            model, info = model_class.from_pretrained(
                 model_dir,
                 config=config,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=adapter_dir is not None and trained is not None,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                output_loading_info=True,
                 **quantization,
             )
     except SafetensorError as error:
@@ -113,6 +117,10 @@ def load_for_chat(
         raise SwiftFP8Error(
             f"can't load the model: {str(error).splitlines()[0]}", where=str(model_dir)
         ) from error
+    task = trained.task if trained is not None else "sft"
+    fresh = head_modules(model) if trained is not None and adapter_dir is not None else ()
+    missing = [name for name in info["missing_keys"] if not may_be_missing(name, fresh, task)]
+    check_loaded({**info, "missing_keys": missing}, model_dir, fresh, whole=False)
     if adapter_dir is not None:
         model = _with_adapter(model, adapter_dir)
     return model.to(device).eval()
@@ -261,8 +269,10 @@ def _user(text: str) -> dict[str, str]:
 
 def check_sampling(sampling: Sampling) -> None:
     """Refuse what can't be drawn."""
-    if sampling.temperature < 0:
-        raise SwiftFP8Error("temperature must not be negative", where="temperature")
+    if not 0 <= sampling.temperature < math.inf:
+        raise SwiftFP8Error("temperature must be finite and not negative", where="temperature")
+    if not -(2**63) <= sampling.seed < 2**64:  # what torch takes
+        raise SwiftFP8Error("seed must fit into 64 bits", where="seed")
     if not 0 < sampling.top_p <= 1:
         raise SwiftFP8Error("top_p must be above 0 and at most 1", where="top_p")
     if sampling.max_new_tokens < 1:
@@ -347,14 +357,22 @@ def _dequantized(model_dir: Path, dtype: Any, trust_remote_code: bool) -> Any:
 
 
 def _with_adapter(model: Any, adapter_dir: Path) -> Any:
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
     from safetensors import SafetensorError
 
     from swiftfp8.models.quiet import quiet_peft
 
     try:
-        with quiet_peft():
-            return PeftModel.from_pretrained(model, str(adapter_dir))
+        with quiet_peft(), warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*missing adapter keys", UserWarning)
+            model = PeftModel.from_pretrained(model, str(adapter_dir))
+    except UserWarning as error:
+        raise SwiftFP8Error(
+            "the adapter's file lacks weights that adapter_config.json promises: "
+            f"{str(error)[:200]}",
+            where=str(adapter_dir),
+            fix="the two don't belong together, or the file is incomplete; copy the adapter again",
+        ) from error
     except SafetensorError as error:
         raise SwiftFP8Error(
             f"the adapter's file is damaged: {error}",
@@ -368,3 +386,11 @@ def _with_adapter(model: Any, adapter_dir: Path) -> Any:
             where=str(adapter_dir),
             fix="give the base model that it was trained on",
         ) from error
+    for name, parameter in get_peft_model_state_dict(model, save_embedding_layers=False).items():
+        if not parameter.isfinite().all():
+            raise SwiftFP8Error(
+                f"the adapter holds NaN or infinity: {name}",
+                where=str(adapter_dir),
+                fix="take an earlier checkpoint",
+            )
+    return model

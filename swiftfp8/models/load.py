@@ -147,7 +147,7 @@ def load_model(
     fresh = head_modules(model) if head is not None else ()
     missing = [name for name in info["missing_keys"] if not may_be_missing(name, fresh, task)]
     speaks = TASKS[task].adapter_type == "CAUSAL_LM"
-    _check_loaded({**info, "missing_keys": missing}, source.path, fresh, whole=speaks)
+    check_loaded({**info, "missing_keys": missing}, source.path, fresh, whole=speaks)
     hf_config = model.config
     hf_config.use_cache = False
     hf_config.get_text_config().use_cache = False
@@ -310,7 +310,7 @@ def _has_position_table(model: PreTrainedModel, positions: int) -> bool:
     )
 
 
-def _check_loaded(
+def check_loaded(
     info: dict[str, Any], path: Path, fresh: tuple[str, ...] = (), *, whole: bool = True
 ) -> None:
     """Raise for weights that were missing or of another shape; warn of those that had no place.

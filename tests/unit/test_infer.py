@@ -1,6 +1,8 @@
 """Chatting: tokens stream, history is kept, an adapter changes answers, an export is loaded."""
 
 import io
+import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -10,13 +12,14 @@ import torch
 from export_kit import tiny_model
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.export import export_checkpoint
-from swiftfp8.infer import Sampling, chat, load_for_chat, stream_answer
+from swiftfp8.infer import Sampling, chat, check_sampling, load_for_chat, stream_answer
 
 SHORT = Sampling(max_new_tokens=6)
 
@@ -184,6 +187,53 @@ def test_a_truncated_weight_file_is_named(model_dir: Path, tmp_path: Path) -> No
     assert f"swiftfp8 export verify dir={tmp_path / 'model'}" in str(caught.value.fix)
 
 
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_missing_weight_is_not_drawn_at_random(
+    model_dir: Path, tmp_path: Path, exported: bool
+) -> None:
+    directory = tmp_path / "model"
+    if exported:
+        settings = ExportConfig(format="fp8_block", verify=False)
+        export_checkpoint(model_dir, None, directory, settings)
+    else:
+        shutil.copytree(model_dir, directory)
+    weights = directory / "model.safetensors"
+    tensors = load_file(weights)
+    kept = {name: value for name, value in tensors.items() if "1.mlp.up_proj" not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, weights, {"format": "pt"})
+    with pytest.raises(SwiftFP8Error, match=r"lacks 1 weights of the model: .*1.mlp.up_proj"):
+        answer(directory)
+
+
+def spoil(directory: Path, how: str) -> None:
+    file, config = directory / "adapter_model.safetensors", directory / "adapter_config.json"
+    tensors = load_file(file)
+    if how == "empty":
+        tensors = {}
+    elif how == "NaN":
+        next(iter(tensors.values()))[0, 0] = torch.nan
+    else:
+        said = json.loads(config.read_text())
+        config.write_text(json.dumps({**said, "peft_type": "IA3"}))
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("empty", "lacks weights"), ("another type", "lacks weights"), ("NaN", "holds NaN")],
+)
+def test_an_adapter_that_changes_nothing_or_all_is_refused(
+    model_dir: Path, tmp_path: Path, how: str, said: str
+) -> None:
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(r=4, target_modules="all-linear"))
+    model.save_pretrained(tmp_path)
+    spoil(tmp_path, how)
+    with pytest.raises(SwiftFP8Error, match=said) as caught:
+        answer(model_dir, tmp_path)
+    assert caught.value.where == str(tmp_path)
+
+
 def test_a_damaged_adapter_is_named(model_dir: Path, tmp_path: Path) -> None:
     model = get_peft_model(tiny_model("qwen3"), LoraConfig(r=4, target_modules="all-linear"))
     model.save_pretrained(tmp_path)
@@ -202,3 +252,16 @@ def test_what_can_not_be_loaded(model_dir: Path, tmp_path: Path) -> None:
         answer(model_dir, tmp_path)
     with pytest.raises(SwiftFP8Error, match="negative"):
         answer(model_dir, sampling=Sampling(temperature=-1.0))
+
+
+@pytest.mark.parametrize("temperature", [math.nan, math.inf])
+def test_a_temperature_that_is_no_number_is_refused(temperature: float) -> None:
+    with pytest.raises(SwiftFP8Error, match="temperature must be finite"):
+        check_sampling(Sampling(temperature=temperature))
+
+
+def test_a_seed_that_torch_does_not_take_is_refused() -> None:
+    check_sampling(Sampling(seed=2**64 - 1))
+    for seed in (10**20, -(2**63) - 1):
+        with pytest.raises(SwiftFP8Error, match="64 bits"):
+            check_sampling(Sampling(seed=seed))
