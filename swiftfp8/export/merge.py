@@ -31,6 +31,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.weight)?")
 _LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -138,6 +139,12 @@ def load_adapter(directory: Path) -> Adapter:
     magnitudes: dict[str, Tensor] = {}
     odd: list[str] = []
     for key, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise SwiftFP8Error(
+                f"the adapter's {key} is {str(tensor.dtype).removeprefix('torch.')}",
+                where=str(weights),
+                fix="an adapter's weights are BF16, FP16, FP32 or FP64: save it in one of them",
+            )
         name = key.removeprefix(_PEFT_PREFIX)
         match = _LORA_KEY.fullmatch(name)
         if length := _MAGNITUDE.fullmatch(name):
@@ -171,12 +178,12 @@ def _update(
     magnitude: Tensor | None,
 ) -> LoraUpdate:
     a, b = pair["A"], pair["B"]
-    rank = int(pattern_value(config.get("rank_pattern") or {}, module, config["r"]))
-    alpha = float(pattern_value(config.get("alpha_pattern") or {}, module, config["lora_alpha"]))
+    rank = _number("r", "rank_pattern", module, config, directory)
+    alpha = _number("lora_alpha", "alpha_pattern", module, config, directory)
     where = f"{directory / ADAPTER_WEIGHTS}: {module}"
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
         raise SwiftFP8Error(
-            f"adapter shapes A {tuple(a.shape)} and B {tuple(b.shape)} do not fit r={rank}",
+            f"adapter shapes A {tuple(a.shape)} and B {tuple(b.shape)} do not fit r={rank:g}",
             where=where,
         )
     if magnitude is not None and magnitude.numel() != b.shape[0]:
@@ -190,6 +197,28 @@ def _update(
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     lengths = None if magnitude is None else magnitude.reshape(-1)
     return LoraUpdate(a_RK=a, b_NR=b, scaling=scaling, magnitude_N=lengths)
+
+
+def _number(
+    key: str, patterns: str, module: str, config: Mapping[str, Any], directory: Path
+) -> float:
+    """A module's rank or alpha; SwiftFP8Error where the file gives no number."""
+    try:
+        value = pattern_value(config.get(patterns) or {}, module, config.get(key))
+    except (re.error, AttributeError) as error:
+        raise SwiftFP8Error(
+            f"{patterns} is no mapping of module patterns to numbers: {config[patterns]}",
+            where=f"{directory / ADAPTER_CONFIG}: {patterns}",
+            fix="take the file that the adapter was saved with",
+        ) from error
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and math.isfinite(value)) or (key == "r" and value <= 0):
+        raise SwiftFP8Error(
+            f"{key} of {module} is {value}",
+            where=f"{directory / ADAPTER_CONFIG}: {key} or {patterns}",
+            fix="take the file that the adapter was saved with",
+        )
+    return float(value)
 
 
 def _refuse_unsupported(config: Mapping[str, Any], directory: Path) -> None:

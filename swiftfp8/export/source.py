@@ -69,8 +69,6 @@ def open_source(
     """
     layers = inspect_model(model_dir, trust_remote_code=trust_remote_code)
     adapter = load_adapter(adapter_dir) if adapter_dir else None
-    reader = open_tensors(model_dir, read_json(model_dir / "config.json"))
-    checkpoint = MergedCheckpoint(reader, adapter)
     if adapter and layers.tied and adapter.replaced:
         for name in (*layers.tied, *layers.tied.values()):
             if name in adapter.replaced:
@@ -79,6 +77,8 @@ def open_source(
                     where=str(adapter_dir),
                     fix="train without it in modules_to_save, or on a model with untied weights",
                 )
+    reader = open_tensors(model_dir, read_json(model_dir / "config.json"))
+    checkpoint = MergedCheckpoint(reader, adapter)
     names = [name for name in checkpoint.specs if not _repeats(name, checkpoint, layers)]
     main_dtype = _main_dtype(checkpoint.specs)
     tensors = {name: _exported_spec(checkpoint.specs[name], main_dtype, layers) for name in names}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import CheckpointReader
 from swiftfp8.export.merge import MergedCheckpoint, load_adapter
+from swiftfp8.export.source import open_source
 
 
 def save_adapter(directory: Path, family: str = "llama", **options: object) -> torch.nn.Module:
@@ -127,3 +128,54 @@ def test_nan_in_the_adapter(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(SwiftFP8Error, match="NaN"):
         load_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"r": None}, "r or rank_pattern"),
+        ({"r": "4"}, "r or rank_pattern"),
+        ({"r": 0}, "r or rank_pattern"),
+        ({"lora_alpha": None}, "lora_alpha or alpha_pattern"),
+        ({"lora_alpha": "much"}, "lora_alpha or alpha_pattern"),
+        ({"rank_pattern": {"q_proj": "4"}}, "r or rank_pattern"),
+        ({"rank_pattern": {"(": 3}}, "rank_pattern"),
+        ({"alpha_pattern": [1]}, "alpha_pattern"),
+    ],
+)
+def test_a_configuration_without_its_numbers_is_named(
+    tmp_path: Path, changes: dict[str, object], key: str
+) -> None:
+    save_adapter(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(SwiftFP8Error) as caught:
+        load_adapter(tmp_path)
+    assert caught.value.where == f"{tmp_path / 'adapter_config.json'}: {key}"
+
+
+@pytest.mark.parametrize("key", ["r", "lora_alpha"])
+def test_a_number_that_is_not_there_is_named(tmp_path: Path, key: str) -> None:
+    save_adapter(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    said = json.loads(file.read_text())
+    del said[key]
+    file.write_text(json.dumps(said))
+    with pytest.raises(SwiftFP8Error, match=f"{key} of .*_proj is None"):
+        load_adapter(tmp_path)
+
+
+def test_an_adapter_in_fp8_is_refused(tmp_path: Path) -> None:
+    save_adapter(tmp_path)
+    file = str(tmp_path / "adapter_model.safetensors")
+    save_file({key: value.to(torch.float8_e4m3fn) for key, value in load_file(file).items()}, file)
+    with pytest.raises(SwiftFP8Error, match=r"lora_A.weight is float8_e4m3fn") as caught:
+        load_adapter(tmp_path)
+    assert caught.value.where == file
+
+
+def test_a_head_that_the_model_ties_can_not_be_replaced(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "llama_tied")
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    save_adapter(tmp_path / "adapter", "llama_tied", **options)
+    with pytest.raises(SwiftFP8Error, match=r"replaces lm_head.weight, which this model ties"):
+        open_source(base, tmp_path / "adapter")
