@@ -28,7 +28,7 @@ from swiftfp8.export.layout import Layout
 
 WEIGHT_LIMIT = 0.02  # where the engine multiplies in BF16
 ROUNDED_LIMIT = 0.1  # where it rounds activations to FP8, or may
-_TIMEOUT = 3600.0  # seconds
+_TIMEOUT, _PROBE_TIMEOUT = 3600.0, 120.0  # seconds
 _PROMPT_TOKENS = 64
 _CPU_TOKENS = 128  # of all prompts together
 # vLLM's CPU build multiplies channel-wise FP8 by a loop of PyTorch's: 0.037 GFLOP/s measured with
@@ -184,6 +184,8 @@ def run_engine(
         "trust_remote_code": trust_remote_code,
     }
     found = _call(engine.python, "run", job)
+    if not _is_scored(found, prompts):
+        raise EngineError(f"its answer is no log-probability of each token: {str(found)[:100]}")
     return EngineRun(
         engine=f"vLLM {engine.version}",
         device=engine.device,
@@ -204,16 +206,29 @@ def mean_difference(expected: Sequence[Sequence[float]], found: Sequence[Sequenc
     return sum(differences) / len(differences)
 
 
+def _is_scored(found: Any, prompts: Sequence[Sequence[int]]) -> bool:
+    """Whether there is a number for every token of every prompt but its first."""
+    if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
+        return False
+    numbers = all(type(value) in (int, float) for row in found for value in row)
+    return numbers and [len(row) for row in found] == [len(prompt) - 1 for prompt in prompts]
+
+
 def _probe(python: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = _call(python, "probe", None)
+        found = _call(python, "probe", None)
+        if not (isinstance(found, dict) and "vllm" in found) or (
+            found["vllm"] is not None and not {"device", "amx"} <= found.keys()
+        ):
+            raise EngineError(f"its answer is {str(found)[:100]}")
     except EngineError as error:
         raise SwiftFP8Error(
             f"that Python can't be asked what it has: {error}",
             where=f"export.engine_python={python}",
             fix="give the python of an environment with vLLM, or export.smoke=off",
         ) from error
-    return found
+    answer: dict[str, Any] = found
+    return answer
 
 
 def engine_environment() -> dict[str, str]:
@@ -227,6 +242,7 @@ def _call(python: str, what: str, job: Any) -> Any:
     with tempfile.TemporaryDirectory(prefix="swiftfp8-engine-") as folder:
         job_file, out_file = Path(folder) / "job.json", Path(folder) / "out.json"
         job_file.write_text(json.dumps(job), encoding="utf-8")
+        limit = _PROBE_TIMEOUT if what == "probe" else _TIMEOUT
         arguments = ["probe"] if what == "probe" else ["run", str(job_file)]
         try:
             done = subprocess.run(
@@ -235,16 +251,19 @@ def _call(python: str, what: str, job: Any) -> Any:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=_TIMEOUT,
+                timeout=limit,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise EngineError(f"no answer within {_TIMEOUT / 60:.0f} minutes") from error
+            raise EngineError(f"no answer within {limit / 60:.0f} minutes") from error
         except OSError as error:
             raise EngineError(str(error)) from error
         if done.returncode or not out_file.is_file():
             raise EngineError(_why(done.stderr, done.returncode))
-        return json.loads(out_file.read_text(encoding="utf-8"))
+        try:
+            return json.loads(out_file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise EngineError(f"its answer is no JSON: {error}") from error
 
 
 def _why(stderr: str, code: int) -> str:

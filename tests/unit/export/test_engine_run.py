@@ -1,11 +1,13 @@
 """The engine's process, with a stand-in for its Python that says what a test wants."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export import engine_run
 from swiftfp8.export.engine_run import (
     Engine,
     EngineError,
@@ -133,3 +135,38 @@ def test_activations_are_rounded_where_the_engine_does() -> None:
         "modelopt": (None, 0),
         "bf16": (None, None),
     }
+
+
+def writing(folder: Path, probe: str, run: str = "") -> str:
+    """A stand-in that writes these texts as its answers."""
+    file = folder / "python"
+    lines = [f"#!{sys.executable}", "import sys", f"texts = { ({'probe': probe, 'run': run})!r}"]
+    file.write_text("\n".join([*lines, "open(sys.argv[-1], 'w').write(texts[sys.argv[2]])"]))
+    file.chmod(0o755)
+    return str(file)
+
+
+@pytest.mark.parametrize("text", ["{bad", "[1, 2]", "{}", "null", '{"vllm": "1"}'])
+def test_a_probe_that_answers_nonsense_is_told(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SwiftFP8Error, match="can't be asked what it has: its answer is"):
+        find_engine(writing(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["[[1]]", "NaN", "[]", "[[null, null]]", "[[-1.0]]", "{bad"])
+def test_a_run_that_answers_nonsense_is_told(tmp_path: Path, text: str) -> None:
+    engine = find_engine(writing(tmp_path, json.dumps(CPU), text))
+    assert isinstance(engine, Engine)
+    with pytest.raises(EngineError, match="its answer is no"):
+        run_engine(engine, tmp_path, [[1, 2, 3]], [[-1.0, -1.0]], [[-1.0, -1.0]])
+
+
+def test_a_python_that_hangs_is_asked_for_two_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine_run._PROBE_TIMEOUT == 120
+    monkeypatch.setattr(engine_run, "_PROBE_TIMEOUT", 0.2)
+    file = tmp_path / "python"
+    file.write_text("#!/bin/sh\nexec sleep 30\n")
+    file.chmod(0o755)
+    with pytest.raises(SwiftFP8Error, match="no answer within"):
+        find_engine(str(file))
