@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from swiftfp8.config.compose import Composed, sources_named
+from swiftfp8.config.compose import Composed, apply_overrides, sources_named
 from swiftfp8.config.schema import Config
 from swiftfp8.errors import SwiftFP8Error, collected, raise_all
 from swiftfp8.hardware import Hardware, parse_hardware, probe
@@ -189,11 +189,22 @@ def export(request: ExportRequest, *, console: Console | None = None) -> ExportR
 
 
 def merge(request: ExportRequest, *, console: Console | None = None) -> ExportReport:
-    """`export` in BF16: the adapter merged into the model, nothing quantized."""
+    """`export` in BF16: the adapter merged into the model, nothing quantized.
+
+    Raises:
+        SwiftFP8Error: another format was asked for.
+    """
     from swiftfp8.export.export import merge_checkpoint
     from swiftfp8.export.request import resolve_request
 
     console = console or Console()
+    asked = apply_overrides(Config(), request.overrides)
+    if asked.export.format not in ("auto", "bf16") or asked.export_quantization_bit == 8:
+        raise SwiftFP8Error(
+            "merge writes BF16, and another format was asked for",
+            where="export.format",
+            fix="swiftfp8 export, with the same options, writes it",
+        )
     job = resolve_request(request, console=console, default_name="merged")
     report = _write_export(job, merge_checkpoint)
     console.print(report)

@@ -14,6 +14,7 @@ from swiftfp8 import pipeline
 from swiftfp8.config.compose import compose_config
 from swiftfp8.errors import RunFailed, SwiftFP8Error, SwiftFP8Errors
 from swiftfp8.models import load
+from swiftfp8.requests import ExportRequest
 from swiftfp8.train.checkpoint import write_checkpoint
 
 
@@ -133,3 +134,11 @@ def test_a_second_ctrl_c_leaves_the_command_that_resumes(
     assert interrupted() == ""
     write_checkpoint(folder, 5, lambda part: (part / "x").touch(), {})
     assert f"resume_from_checkpoint={folder}" in interrupted()
+
+
+@pytest.mark.parametrize("told", ["export.format=fp8_block", "export_quantization_bit=8"])
+def test_a_merge_in_another_format_is_refused(tmp_path: Path, told: str) -> None:
+    request = ExportRequest(model=str(tmp_path), overrides=(told, f"export_dir={tmp_path / 'out'}"))
+    with pytest.raises(SwiftFP8Error, match="merge writes BF16") as caught:
+        pipeline.merge(request)
+    assert "swiftfp8 export" in str(caught.value.fix)
