@@ -21,6 +21,7 @@ from rich.progress import (
 
 from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.architecture import require_fit
 from swiftfp8.export.calibrate import Calibration, calibration_text
 from swiftfp8.export.calibrate_stage import CalibrationRows, calibrated
 from swiftfp8.export.card import write_report
@@ -125,6 +126,7 @@ def export_checkpoint(
     judges = call_judges(settings, texts, context.run_rows)
     with clock.stage("open"):
         source = open_source(model_dir, adapter_dir, trust_remote_code=context.trust_remote_code)
+        require_fit(source)
         export_format, options, layout, why = _describe(source, settings, context.keep)
     _require_speech(source, settings, export_format)
     if _needs_rows(export_format, settings):

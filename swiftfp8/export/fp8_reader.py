@@ -50,6 +50,17 @@ def open_tensors(directory: Path, config: Mapping[str, Any]) -> TensorReader:
     return DequantizingReader(reader, block=tuple(section.get("weight_block_size") or BLOCK))
 
 
+def without_scales(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The tensors that a model has itself, without the scales that stand beside them."""
+    return {name: spec for name, spec in specs.items() if not _is_scale(name, specs)}
+
+
+def _is_scale(name: str, specs: Mapping[str, TensorSpec]) -> bool:
+    return name.endswith(_OTHER_SCALES) or any(
+        name.endswith(suffix) and name.removesuffix(suffix) in specs for suffix in _SUFFIXES
+    )
+
+
 class DequantizingReader:
     """FP8 weights as float32 rows of specs that say BF16; their scales are not listed.
 

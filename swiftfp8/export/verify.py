@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from swiftfp8.errors import RunFailed, SwiftFP8Error
+from swiftfp8.export.architecture import misfits
 from swiftfp8.export.checkpoint_io import CheckpointReader, read_json
 from swiftfp8.export.files import MODELOPT_CONFIG
-from swiftfp8.export.fp8_reader import DequantizingReader, TensorReader
+from swiftfp8.export.fp8_reader import DequantizingReader, TensorReader, without_scales
 from swiftfp8.export.layers import inspect_export
 from swiftfp8.export.layout import ExportFormat, Fault, Layout
 from swiftfp8.export.merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -77,7 +78,17 @@ def verify_directory(
     if name != "adapter":
         layers = inspect_export(directory, trust_remote_code=trust_remote_code)
     faults: list[Fault] = formats[name].verify(directory, layers)
+    if layers is not None:
+        faults += _misfits(directory, trust_remote_code)
     return faults
+
+
+def _misfits(directory: Path, trust_remote_code: bool) -> list[Fault]:
+    try:
+        specs = without_scales(CheckpointReader(directory).specs)
+    except SwiftFP8Error:
+        return []  # the format's own check says what is wrong with the files
+    return misfits(directory, specs, trust_remote_code=trust_remote_code)
 
 
 def require_sound(faults: list[Fault]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,20 @@ from export_kit import save_model, save_tokenizer
 from safetensors.torch import load_file, save_file
 
 from swiftfp8.config.schema import ExportConfig
+from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.check import check_checkpoint
 from swiftfp8.export.export import export_checkpoint
+
+Change = Callable[[dict[str, torch.Tensor]], object]
+UP = "model.layers.1.mlp.up_proj"
+
+
+def edit_tensors(directory: Path, change: Change) -> None:
+    """Change the tensors of a directory that holds one file."""
+    file = str(directory / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +68,76 @@ def test_reload_compares_two_readers(exported: Path, tmp_path: Path) -> None:
     assert result.sound and "21 parameters equal, logits bit-equal" in result.checked
 
 
-def test_reload_finds_tensors_that_no_module_takes(exported: Path, tmp_path: Path) -> None:
-    """Complete in itself and yet not this architecture: headers do not show it, loading does."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in exported.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    file = str(copy / "model.safetensors")
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
-    tensors["model.layers.7.input_layernorm.weight"] = torch.ones(256, dtype=torch.bfloat16)
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert check_checkpoint(copy).sound
-    result = check_checkpoint(copy, reload=True)
-    assert not result.sound
-    assert "layers.7" in result.faults[0].what
+def take(name: str) -> Change:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, *shape: int) -> Change:
+    return lambda tensors: tensors.update({name: torch.ones(shape, dtype=torch.bfloat16)})
+
+
+UNFIT: list[tuple[str, Change, str]] = [
+    ("llama", dict.clear, "the weights hold no tensors"),
+    ("llama", take("model.norm.weight"), "model.norm.weight is missing"),
+    ("llama", take("lm_head.weight"), "lm_head.weight is missing"),
+    (
+        "llama",
+        put("model.embed_tokens.weight", 10, 256),
+        "embed_tokens.weight has shape (10, 256), the architecture (300, 256)",
+    ),
+    (
+        "llama",
+        put("model.layers.7.input_layernorm.weight", 256),
+        "layers.7.input_layernorm.weight is no tensor of the architecture",
+    ),
+    (
+        "qwen3_moe",
+        take("model.layers.1.mlp.experts.2.up_proj.weight"),
+        "model.layers.1.mlp.experts.2.up_proj.weight is missing",
+    ),
+    (
+        "qwen3_moe",
+        put("model.layers.1.mlp.experts.2.up_proj.weight", 64, 256),
+        "experts.2.up_proj.weight has shape (64, 256), the architecture (128, 256)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "said"), UNFIT)
+def test_weights_that_are_not_the_architectures(
+    tmp_path: Path, family: str, change: Change, said: str
+) -> None:
+    """Files complete in themselves: headers alone show it, and no export is made of them."""
+    base = save_tokenizer(save_model(tmp_path / "base", family))
+    edit_tensors(base, change)
+    faults = check_checkpoint(base).faults
+    assert [f"{fault.where} {fault.what}".endswith(said) for fault in faults] == [True]
+    with pytest.raises(SwiftFP8Error, match="do not fit the architecture") as caught:
+        export_checkpoint(base, None, tmp_path / "export", ExportConfig(verify=False))
+    assert said in caught.value.what and caught.value.exit_code == 2
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", f"{UP}.weight"])
+def test_a_tensor_gone_from_an_export(exported: Path, tmp_path: Path, name: str) -> None:
+    copy = Path(shutil.copytree(exported, tmp_path / "copy"))
+    edit_tensors(copy, lambda tensors: [tensors.pop(n) for n in list(tensors) if name in n])
+    faults = [f"{fault.where} {fault.what}" for fault in check_checkpoint(copy).faults]
+    assert faults == [f"{name} is missing"]
+
+
+def test_of_many_tensors_that_do_not_fit_the_first_are_named(tmp_path: Path) -> None:
+    base = save_tokenizer(save_model(tmp_path / "base"))
+    edit_tensors(base, lambda tensors: [tensors.pop(n) for n in list(tensors) if "layers.1" in n])
+    faults = check_checkpoint(base).faults
+    assert len(faults) == 6 and faults[-1].what == "4 more tensors do not fit"
+
+
+def test_an_old_name_of_a_buffer_is_let_go(tmp_path: Path) -> None:
+    """What transformers drops without a word is no fault."""
+    base = save_tokenizer(save_model(tmp_path / "base"))
+    edit_tensors(base, put("model.layers.0.self_attn.rotary_emb.inv_freq", 32))
+    assert check_checkpoint(base).faults == ()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from swiftfp8.export.verify import verify_directory
 Q = "model.layers.0.self_attn.q_proj"
 DOWN = "model.layers.1.mlp.down_proj"
 K = "model.layers.0.self_attn.k_proj"
+PARTS = ("gate", "up", "down")
 
 
 @pytest.fixture(scope="module")
@@ -205,10 +206,15 @@ def test_experts_as_one_3d_tensor(tmp_path: Path) -> None:
     good = {name: tensor.clone() for name, tensor in load_file(file).items()}
     experts = "model.layers.0.mlp.experts"
     kept = {name: tensor for name, tensor in good.items() if not name.startswith(experts)}
-    stacked = torch.stack([good[f"{experts}.{n}.down_proj.weight"] for n in range(4)])
-    save_file({**kept, f"{experts}.down_proj": stacked}, file)
-    assert faults_of(directory) == [f"{experts}.down_proj: is FP8 with 3 dimensions, not 2"]
-    save_file({**kept, f"{experts}.down_proj": stacked.to(torch.bfloat16)}, file)
+    parts = {part: [good[f"{experts}.{n}.{part}_proj.weight"] for n in range(4)] for part in PARTS}
+    gate_up = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+    stacked = {
+        f"{experts}.down_proj": torch.stack(parts["down"]),
+        f"{experts}.gate_up_proj": torch.stack(gate_up),
+    }
+    save_file({**kept, **stacked}, file)
+    assert faults_of(directory) == [f"{name}: is FP8 with 3 dimensions, not 2" for name in stacked]
+    save_file({**kept, **{name: t.to(torch.bfloat16) for name, t in stacked.items()}}, file)
     assert f"3 dimensions, and {experts} is not listed" in faults_of(directory)[0]
     edit_config(directory, lambda s: s["modules_to_not_convert"].append(experts))
     assert faults_of(directory) == []
