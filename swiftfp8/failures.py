@@ -63,6 +63,12 @@ def report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return 130
+    if isinstance(error, OSError) and isinstance(error.filename, str | bytes) and error.strerror:
+        error = SwiftFP8Error(
+            f"a file can't be used: {error.strerror}",
+            where=os.fsdecode(error.filename),
+            fix="see that it is there and that you may read or write it",
+        )
     if isinstance(error, SwiftFP8Error):
         problems = getattr(error, "problems", (error,))
         print("\n\n".join(f"error: {problem}" for problem in problems), file=sys.stderr)

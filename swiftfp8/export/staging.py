@@ -23,6 +23,7 @@ REPORT_NAME = "export_report.json"
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TOO_LARGE = errno.EFBIG
+_LONGEST = 230  # of the 255 bytes that file systems allow; `.partial-<pid>-<n>` is added
 _SLACK = 64 << 20  # configuration, tokenizer, file system overhead
 _GIB = 2**30
 
@@ -90,6 +91,12 @@ def is_interruption(error: BaseException) -> bool:
 
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Refuse a target that is in use, or that an overwrite would be a disaster for."""
+    if len(os.fsencode(target.name)) > _LONGEST:
+        raise SwiftFP8Error(
+            f"the name of the export directory is too long: {len(os.fsencode(target.name))} bytes",
+            where=str(target),
+            fix=f"take a name of at most {_LONGEST} bytes",
+        )
     if not os.path.lexists(target) or _is_empty(target):
         return
     if not overwrite:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -341,3 +342,16 @@ def _surface(command: Any, name: str) -> list[str]:
     for child, below in sorted(getattr(command, "commands", {}).items()):
         lines += _surface(below, f"{name} {child}")
     return lines
+
+
+def test_a_file_that_may_not_be_read_is_the_users_to_mend(folder: Path) -> None:
+    @guarded
+    def reading() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder / "config.json"))
+
+    app = typer.Typer()
+    app.command()(reading)
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 2
+    assert "a file can't be used: Permission denied" in result.output
+    assert f"where: {folder / 'config.json'}" in result.output and "bug" not in result.output

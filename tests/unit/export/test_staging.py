@@ -171,3 +171,9 @@ def test_a_file_over_the_limit_is_explained_and_an_interruption(tmp_path: Path) 
         staged(tmp_path / "export", overwrite=False, needed_bytes=0),
     ):
         raise error
+
+
+def test_a_name_that_no_file_system_takes_is_refused_at_once(tmp_path: Path) -> None:
+    staging.check_target(tmp_path / ("x" * 230), overwrite=False)
+    with pytest.raises(SwiftFP8Error, match="too long: 232 bytes"):
+        staging.check_target(tmp_path / ("ü" * 116), overwrite=False)
