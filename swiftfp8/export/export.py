@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -27,7 +29,8 @@ from swiftfp8.export.calibrate_stage import CalibrationRows, calibrated
 from swiftfp8.export.card import write_report
 from swiftfp8.export.checkpoint_io import parse_size
 from swiftfp8.export.clock import Clock
-from swiftfp8.export.files import copy_companions, has_tokenizer, write_config
+from swiftfp8.export.fidelity import existing_texts, read_texts, text_windows
+from swiftfp8.export.files import copy_companions, has_tokenizer, tokenizer_home, write_config
 from swiftfp8.export.input_ranges import measure_ranges
 from swiftfp8.export.journal import (
     JOURNAL_NAME,
@@ -121,7 +124,7 @@ def export_checkpoint(
     _refuse_overlap(export_dir, model_dir, adapter_dir)
     check_target(export_dir, overwrite=settings.overwrite)
     _require_format(settings)
-    texts = _existing_files(settings.fidelity_dataset)
+    texts = existing_texts(settings.fidelity_dataset)
     max_shard_bytes = parse_size(settings.max_shard_size)
     judges = call_judges(settings, texts, context.run_rows)
     with clock.stage("open"):
@@ -129,6 +132,8 @@ def export_checkpoint(
         require_fit(source)
         export_format, options, layout, why = _describe(source, settings, context.keep)
     _require_speech(source, settings, export_format)
+    if layout.config is not None:
+        _try_companions(source, layout.config, adapter_dir, judges.texts, settings)
     if _needs_rows(export_format, settings):
         with clock.stage("measure"):
             options = _measured(source, layout, export_format, options, settings, context)
@@ -282,6 +287,32 @@ def _require_speech(source: Source, settings: ExportConfig, export_format: Expor
                 where=key,
                 fix="leave it out; fp8_block and compressed_tensors need no text",
             )
+
+
+def _try_companions(
+    source: Source,
+    config: Mapping[str, Any],
+    adapter_dir: Path | None,
+    texts: Sequence[Path],
+    settings: ExportConfig,
+) -> None:
+    """Use what lies beside the weights as the export will, before anything is written."""
+    trusted = source.trust_remote_code
+    with TemporaryDirectory(prefix="swiftfp8-companions-") as folder:
+        beside = Path(folder)
+        copy_companions(source.directory, adapter_dir, beside)
+        write_config(source.layers.config, config, beside)
+        try:
+            if source.layers.speaks:
+                add_turn_ends(beside, trust_remote_code=trusted)
+            if texts:
+                tokens = settings.fidelity_tokens
+                text_windows(read_texts(texts), tokens, beside, trust_remote_code=trusted)
+        except SwiftFP8Error as error:
+            home = tokenizer_home(source.directory, adapter_dir)
+            place = str(home) if error.where == folder else error.where
+            place = place and place.replace(folder, str(source.directory))
+            raise SwiftFP8Error(error.what, where=place, fix=error.fix) from error
 
 
 def _needs_rows(export_format: ExportFormat, settings: ExportConfig) -> bool:
@@ -440,14 +471,6 @@ def _refuse_overlap(export_dir: Path, *inputs: Path | None) -> None:
                 where=str(export_dir),
                 fix="choose another export_dir",
             )
-
-
-def _existing_files(names: tuple[str, ...] | list[str]) -> list[Path]:
-    files = [Path(name) for name in names]
-    for file in files:
-        if not file.is_file():
-            raise SwiftFP8Error("no such file", where=f"export.fidelity_dataset: {file}")
-    return files
 
 
 def _version(package: str) -> str:

@@ -39,6 +39,21 @@ class Fidelity:
     ratio_error: float = 0.0
 
 
+def existing_texts(names: Sequence[str]) -> list[Path]:
+    """The files of `export.fidelity_dataset`; SwiftFP8Error where one can't be read as text."""
+    files = [Path(name) for name in names]
+    for file in files:
+        if not file.is_file():
+            raise SwiftFP8Error("no such file", where=f"export.fidelity_dataset: {file}")
+    if files and not read_texts(files):
+        raise SwiftFP8Error(
+            "there is no text to compare on",
+            where=f"export.fidelity_dataset: {', '.join(map(str, files))}",
+            fix="give files with text, or rows with text or messages",
+        )
+    return files
+
+
 def read_texts(files: Sequence[Path]) -> list[str]:
     """Texts of .txt and .md files, and of JSON or JSONL rows (strings, `text`, `messages`, ...)."""
     texts: list[str] = []

@@ -44,9 +44,7 @@ def copy_companions(
     The tokenizer files come all from one place: the run's checkpoint where it has a tokenizer
     (training may have changed the template), else the model's directory.
     """
-    run_has_one = adapter_dir is not None and has_tokenizer(adapter_dir)
-    tokenizer_dir = adapter_dir if run_has_one and adapter_dir else model_dir
-    wanted = [*_matching(tokenizer_dir, _TOKENIZER)]
+    wanted = [*_matching(tokenizer_home(model_dir, adapter_dir), _TOKENIZER)]
     wanted += _matching(model_dir, _OTHER) if model else []
     copied = []
     for root, file in wanted:
@@ -55,6 +53,12 @@ def copy_companions(
         shutil.copyfile(file, target / relative)
         copied.append(str(relative))
     return copied
+
+
+def tokenizer_home(model_dir: Path, adapter_dir: Path | None) -> Path:
+    """The directory that an export takes its tokenizer from."""
+    run_has_one = adapter_dir is not None and has_tokenizer(adapter_dir)
+    return adapter_dir if run_has_one and adapter_dir else model_dir
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -81,7 +81,7 @@ def call_judges(
         SwiftFP8Error: `export.fidelity=fail` with nothing to judge on, `export.smoke=require` with
             no engine, an `export.engine_python` that is none.
     """
-    engine, missing = _engine(settings)
+    engine, missing = find_judge_engine(settings)
     if settings.fidelity == "off":
         why = "export.fidelity=off"
         return Judges(engine=engine, missing={**missing, FIDELITY: why, LOSS: why})
@@ -155,7 +155,8 @@ def judge(
         )
 
 
-def _engine(settings: ExportConfig) -> tuple[Engine | None, dict[str, str]]:
+def find_judge_engine(settings: ExportConfig) -> tuple[Engine | None, dict[str, str]]:
+    """The engine that an export is run in, or why there is none; raises as `call_judges`."""
     if settings.smoke == "off":
         return None, {ENGINE: "export.smoke=off"}
     if not settings.verify and settings.smoke == "auto":

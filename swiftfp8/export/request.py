@@ -17,6 +17,8 @@ from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.calibrate_stage import read_calibration_rows
 from swiftfp8.export.checkpoint_io import parse_size
 from swiftfp8.export.export import ExportContext, check_export
+from swiftfp8.export.fidelity import existing_texts
+from swiftfp8.export.judge_stage import find_judge_engine
 from swiftfp8.export.locate import locate_run
 from swiftfp8.export.run_facts import read_run_facts
 from swiftfp8.export.run_rows import read_run_rows
@@ -102,7 +104,11 @@ def exports_after_training(config: Config) -> bool:
 def check_export_after_training(config: Config) -> None:
     """Find out before training, not after it, what would keep the export from being written."""
     if exports_after_training(config):
-        parse_size(config.export.max_shard_size)
+        settings = export_settings(config)
+        parse_size(settings.max_shard_size)
+        existing_texts(settings.fidelity_dataset)
+        if settings.engine_python is not None or settings.smoke == "require":
+            find_judge_engine(settings)
         target = Path(config.export_dir) if config.export_dir else _own_export(config)
         if target is not None:
             check_target(target, overwrite=config.export.overwrite)

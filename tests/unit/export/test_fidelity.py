@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from export_kit import save_model, save_tokenizer
 
+from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
+from swiftfp8.export.export import export_checkpoint
 from swiftfp8.export.fidelity import compare_logits, read_texts, summarize
 
 
@@ -49,3 +52,23 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_bytes(b"x")
     with pytest.raises(SwiftFP8Error, match="can't be read"):
         read_texts([tmp_path / "a.pdf"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("bad.jsonl", '{"text": "one"}\n{bad', "not JSON"),
+        ("empty.txt", " \n", "no text to compare on"),
+        ("one.txt", "one", "no text to compare on"),
+    ],
+)
+def test_text_that_can_not_be_used_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, said: str
+) -> None:
+    base = save_tokenizer(save_model(tmp_path / "base"))
+    text = tmp_path / name
+    text.write_text(content)
+    monkeypatch.setattr("swiftfp8.export.export._begun", lambda *arguments: pytest.fail("begun"))
+    settings = ExportConfig(format="bf16", fidelity_dataset=[str(text)])
+    with pytest.raises(SwiftFP8Error, match=said):
+        export_checkpoint(base, None, tmp_path / "export", settings)

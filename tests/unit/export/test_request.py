@@ -197,3 +197,20 @@ def test_the_export_that_a_resumed_run_has_is_found_before_training(run: Path) -
     with pytest.raises(SwiftFP8Error, match="exists already") as caught:
         check_export_after_training(resumed)
     assert caught.value.where == str(run / "export")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (ExportConfig(engine_python="/nope"), "no such Python"),
+        (ExportConfig(fidelity_dataset=["empty.txt"]), "no text to compare on"),
+        (ExportConfig(fidelity_dataset=["gone.txt"]), "no such file"),
+    ],
+)
+def test_what_an_export_is_judged_by_is_looked_for_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: ExportConfig, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(SwiftFP8Error, match=said):
+        check_export_after_training(Config(export_dir=str(tmp_path / "out"), export=settings))
