@@ -43,6 +43,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# What safetensors knows besides; no weight that can be exported has one of them.
+_NOT_READ = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "U16", "U32", "U64", "C64"})
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _UNITS = {
     "": 1,
@@ -392,6 +394,12 @@ def _entry(file: Path, name: str, entry: Any, base: int) -> tuple[TensorSpec, in
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets)):
         raise _damaged(file, f"tensor {name} has no type, shape and byte range in the header")
+    if dtype in _NOT_READ:
+        raise SwiftFP8Error(
+            f"tensor {name} has the type {dtype}, which swiftfp8 does not read",
+            where=str(file),
+            fix="give the BF16 model that it was made from, or FP8 with scales in float32",
+        )
     if dtype not in DTYPES:
         raise _damaged(file, f"tensor {name} has the unknown type {dtype}")
     if len(offsets) != 2:

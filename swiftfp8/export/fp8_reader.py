@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from swiftfp8.errors import SwiftFP8Error
-from swiftfp8.export.checkpoint_io import CheckpointReader, TensorSpec
+from swiftfp8.export.checkpoint_io import FLOATS, CheckpointReader, TensorSpec
 from swiftfp8.export.quantize import BLOCK
 
 _SUFFIXES = ("_scale_inv", "_scale")
@@ -65,7 +65,8 @@ class DequantizingReader:
     """FP8 weights as float32 rows of specs that say BF16; their scales are not listed.
 
     Raises:
-        SwiftFP8Error: an FP8 weight without a scale, or with one of a shape that can't be meant.
+        SwiftFP8Error: an FP8 weight without a scale, or with one of a type, shape or value that
+            can't be meant.
     """
 
     def __init__(self, stored: CheckpointReader, block: tuple[int, ...] = BLOCK) -> None:
@@ -76,7 +77,9 @@ class DequantizingReader:
         self._scales: dict[str, str] = {}
         for spec in stored.specs.values():
             if spec.dtype == "F8_E4M3":
-                self._scales[spec.name] = _scale_of(spec, stored.specs, block, stored.directory)
+                scale = _scale_of(spec, stored.specs, block, stored.directory)
+                _require_positive(scale, stored)
+                self._scales[spec.name] = scale
         hidden = set(self._scales.values())
         for name, spec in stored.specs.items():
             if name in self._scales:
@@ -116,6 +119,21 @@ class DequantizingReader:
             return scale.reshape(-1, 1)[start:stop]
         rows = torch.arange(start, stop, device=scale.device) // self._block[0]
         return scale[rows].repeat_interleave(self._block[1], 1)[:, : spec.columns]
+
+
+def _require_positive(name: str, stored: CheckpointReader) -> None:
+    dtype = stored.specs[name].dtype
+    if dtype not in FLOATS:
+        what = f"{name} is {dtype}: only scales in float32, float16 or bfloat16 are understood"
+    elif not bool((values := stored.rows(name)).isfinite().logical_and_(values > 0).all()):
+        what = f"{name} holds scales that are not positive and finite"
+    else:
+        return
+    raise SwiftFP8Error(
+        what,
+        where=str(stored.directory),
+        fix="download or copy the model again, or give the BF16 model that it was made from",
+    )
 
 
 def _scale_of(

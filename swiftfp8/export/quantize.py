@@ -124,11 +124,12 @@ def slabs(
         yield start, min(start + step, rows)
 
 
-def require_finite(amax: Tensor) -> None:
-    """Raise where a weight with these largest magnitudes can't be quantized."""
-    if not bool(torch.isfinite(amax).all()):
+def require_finite(extremes: Tensor, name: str | None = None) -> None:
+    """Raise where a weight with these largest magnitudes, or extremes, can't be exported."""
+    if not bool(torch.isfinite(extremes).all()):
         raise SwiftFP8Error(
             "a weight holds NaN or infinity",
+            where=name,
             fix="export an earlier checkpoint: this one was damaged in training",
         )
 

@@ -17,7 +17,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from swiftfp8.export.quantize import slabs
+from swiftfp8.export.checkpoint_io import FLOATS
+from swiftfp8.export.quantize import require_finite, slabs
 from swiftfp8.export.source import Source
 
 _GPU_THREADS = 4  # copying from the file cache takes longer than the GPU's part
@@ -79,9 +80,16 @@ def in_order(
 
 
 def rounded(source: Source, piece: Piece, device: torch.device | str) -> Tensor:
-    """A piece of a merged tensor as an unquantized export holds it."""
+    """A piece of a merged tensor as an unquantized export holds it.
+
+    Raises:
+        SwiftFP8Error: it holds NaN, or what is infinite once it is rounded.
+    """
     merged = source.checkpoint.rows(piece.name, piece.start, piece.stop, device)
-    return source.rounded(piece.name, merged)
+    result = source.rounded(piece.name, merged)
+    if source.tensors[piece.name].dtype in FLOATS and result.numel():
+        require_finite(torch.stack(torch.aminmax(result)), piece.name)
+    return result
 
 
 def to_host(tensor: Tensor) -> Tensor:

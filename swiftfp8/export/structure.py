@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import (
+    FLOATS,
     INDEX_NAME,
     CheckpointReader,
     TensorSpec,
@@ -220,20 +221,39 @@ def _check_kv_scales(
 
 
 def _check_bytes(reader: CheckpointReader) -> list[Fault]:
-    """Every byte of the FP8 weights is read."""
+    """Every byte of the FP8 weights is read, and of the floats beside them."""
     slices = (
         (spec.name, start, stop)
         for spec in reader.specs.values()
-        if spec.dtype == "F8_E4M3"
+        if spec.dtype == "F8_E4M3" or (spec.dtype in FLOATS and not _is_any_scale(spec.name))
         for start, stop in slabs(spec.rows, spec.columns, 1)
     )
     found = in_order(slices, lambda part: (part[0], _has_nan(reader.rows(*part))))
     names = dict.fromkeys(name for name, damaged in found if damaged)
-    return [Fault(where=name, what="holds NaN bytes") for name in names]
+    return [
+        Fault(
+            where=name,
+            what="holds NaN bytes"
+            if reader.specs[name].dtype == "F8_E4M3"
+            else "holds NaN or infinity",
+        )
+        for name in names
+    ]
+
+
+def _is_any_scale(name: str) -> bool:
+    return name.endswith(("_scale", "_scale_inv"))  # `_check_scale` reads them
 
 
 def _has_nan(data: Tensor) -> bool:
-    """Whether e4m3 data has 0x7F, the largest byte with a sign, or 0xFF, the largest without."""
+    """Whether e4m3 data has 0x7F, the largest byte with a sign, or 0xFF, the largest without.
+
+    Other floats may not be infinite either.
+    """
+    if not data.numel():
+        return False
+    if data.dtype != torch.float8_e4m3fn:
+        return not bool(torch.isfinite(torch.stack(torch.aminmax(data))).all())
     signed, unsigned = data.view(torch.int8).amax(), data.view(torch.uint8).amax()
     return int(signed) == 0x7F or int(unsigned) == 0xFF
 

@@ -118,6 +118,32 @@ def test_weights_that_are_not_the_architectures(
     assert not (tmp_path / "export").exists()
 
 
+@pytest.mark.parametrize("format_name", ["bf16", "fp8_block"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.embed_tokens.weight", torch.nan),
+        ("model.norm.weight", -torch.inf),
+        ("lm_head.weight", 3.4e38),  # infinite once it is BF16
+    ],
+)
+def test_what_stays_bf16_must_be_finite(
+    tmp_path: Path, format_name: str, name: str, value: float
+) -> None:
+    base = save_model(tmp_path / "base")
+
+    def plant(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({n: tensor.float() for n, tensor in tensors.items()})
+        tensors[name].view(-1)[5] = value
+
+    edit_tensors(base, plant)
+    settings = ExportConfig(verify=False, format=format_name)
+    with pytest.raises(SwiftFP8Error, match="a weight holds NaN or infinity") as caught:
+        export_checkpoint(base, None, tmp_path / "export", settings)
+    assert caught.value.where == name
+    assert not (tmp_path / "export").exists()
+
+
 @pytest.mark.parametrize("name", ["model.norm.weight", f"{UP}.weight"])
 def test_a_tensor_gone_from_an_export(exported: Path, tmp_path: Path, name: str) -> None:
     copy = Path(shutil.copytree(exported, tmp_path / "copy"))

@@ -113,6 +113,13 @@ def test_a_header_that_no_writer_writes(tmp_path: Path, header: object, said: st
     assert caught.value.where == str(file) and caught.value.fix
 
 
+def test_a_type_that_is_not_read_is_no_damage(tmp_path: Path) -> None:
+    header = {"a": {"dtype": "F8_E8M0", "shape": [8], "data_offsets": [0, 8]}}
+    write_raw(tmp_path / "model.safetensors", header)
+    with pytest.raises(SwiftFP8Error, match="type F8_E8M0, which swiftfp8 does not read"):
+        CheckpointReader(tmp_path)
+
+
 def test_empty_tensors_overlap_nothing(tmp_path: Path) -> None:
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [4, 4]}
     header = {"a": GOOD, "b": GOOD | {"data_offsets": [4, 8]}, "c": empty}

@@ -57,6 +57,24 @@ def test_a_scale_that_cannot_be_meant(tmp_path: Path) -> None:
         stored(tmp_path, torch.ones(3, 2), "_elsewhere")
 
 
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (torch.full((300, 1), 127, dtype=torch.uint8), "weight_scale is U8"),
+        (torch.ones(300, 1, dtype=torch.int32), "weight_scale is I32"),
+        (torch.ones(300, 1).index_fill(0, torch.tensor(7), 0.0), "not positive and finite"),
+        (torch.ones(300, 1).index_fill(0, torch.tensor(7), -1.0), "not positive and finite"),
+        (torch.ones(300, 1).index_fill(0, torch.tensor(7), torch.nan), "not positive and finite"),
+        (torch.ones(300, 1).index_fill(0, torch.tensor(7), torch.inf), "not positive and finite"),
+    ],
+)
+def test_scales_that_no_weight_has(tmp_path: Path, scale: torch.Tensor, said: str) -> None:
+    """An exponent in a byte, taken for the scale itself, gave weights of thousands."""
+    with pytest.raises(SwiftFP8Error, match=said) as caught:
+        stored(tmp_path, scale, "_scale")
+    assert caught.value.where == str(tmp_path) and caught.value.fix
+
+
 def test_an_fp8_base_exported_again_is_itself(tmp_path: Path) -> None:
     """Power-of-two scales: what was exact in BF16 quantizes to the same bytes."""
     base = save_model(tmp_path / "base")

@@ -18,6 +18,7 @@ from swiftfp8.export.verify import verify_directory
 Q = "model.layers.0.self_attn.q_proj"
 DOWN = "model.layers.1.mlp.down_proj"
 K = "model.layers.0.self_attn.k_proj"
+NORM = "model.layers.0.input_layernorm.weight"
 PARTS = ("gate", "up", "down")
 
 
@@ -86,6 +87,10 @@ def nan_byte(directory: Path) -> None:
     edit_tensor(directory, f"{DOWN}.weight", plant)
 
 
+def nan_norm(directory: Path) -> None:
+    edit_tensor(directory, NORM, lambda t: t.index_fill(0, torch.tensor(3), torch.nan))
+
+
 def mixed_group(directory: Path) -> None:
     edit_tensor(directory, f"{K}.weight", lambda t: t.bfloat16())
     edit_config(directory, lambda s: s["modules_to_not_convert"].append(K))
@@ -142,6 +147,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (scale_shape, f"{Q}.weight_scale_inv: has shape (1, 2), not (2, 2)"),
     (negative_scale, f"{DOWN}.weight_scale_inv: holds scales that are not positive"),
     (nan_byte, f"{DOWN}.weight: holds NaN bytes"),
+    (nan_norm, f"{NORM}: holds NaN or infinity"),
     (mixed_group, "mixed precision in a fused group"),
     (three_dimensions, f"{DOWN}.weight: is FP8 with 3 dimensions"),
     (missing_shard, "weights are missing"),
