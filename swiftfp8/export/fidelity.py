@@ -70,7 +70,16 @@ def read_texts(files: Sequence[Path]) -> list[str]:
             raise SwiftFP8Error(
                 f"can't read it: {error}", where=f"export.fidelity_dataset: {file}"
             ) from error
-        texts += list(_row_texts(file, content)) if "json" in file.suffix else [content]
+        found = list(_row_texts(file, content)) if "json" in file.suffix else [content]
+        try:
+            "".join(found).encode()
+        except UnicodeEncodeError as error:  # JSON can name half of a character
+            raise SwiftFP8Error(
+                f"its text is no Unicode: {error.reason}",
+                where=f"export.fidelity_dataset: {file}",
+                fix="remove the lone surrogates (\\ud800 to \\udfff)",
+            ) from error
+        texts += found
     return [text for text in texts if text.strip()]
 
 
@@ -149,7 +158,7 @@ def _row_texts(file: Path, content: str) -> Iterator[str]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SwiftFP8Error(f"not JSON: {error}", where=f"{file}:{number}") from error
         for row in value if isinstance(value, list) else [value]:
             yield "\n".join(_strings(row))

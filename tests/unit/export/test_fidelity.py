@@ -58,6 +58,8 @@ def test_bad_files(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("bad.jsonl", '{"text": "one"}\n{bad', "not JSON"),
+        ("deep.jsonl", "[" * 100_000, "not JSON"),
+        ("half.json", '"one \\ud800 two"', "no Unicode: surrogates"),
         ("empty.txt", " \n", "no text to compare on"),
         ("one.txt", "one", "no text to compare on"),
     ],
