@@ -47,7 +47,16 @@ def open_tensors(directory: Path, config: Mapping[str, Any]) -> TensorReader:
     reader = CheckpointReader(directory)
     if section is None:
         return reader
-    return DequantizingReader(reader, block=tuple(section.get("weight_block_size") or BLOCK))
+    block = section.get("weight_block_size") or list(BLOCK)
+    if not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise SwiftFP8Error(
+            f"weight_block_size is {block!r}, not two lengths such as [128, 128]",
+            where=f"{directory / 'config.json'}: quantization_config",
+            fix="copy config.json again from where the model came from",
+        )
+    return DequantizingReader(reader, block=tuple(block))
 
 
 def without_scales(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:

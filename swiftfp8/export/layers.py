@@ -79,6 +79,12 @@ def inspect_model(directory: Path, *, trust_remote_code: bool = False) -> ModelL
     """
     raw = read_json(directory / "config.json")
     section = raw.get("quantization_config")
+    if section is not None and not isinstance(section, Mapping):
+        raise SwiftFP8Error(
+            "quantization_config is no JSON object",
+            where=str(directory / "config.json"),
+            fix="copy config.json again from where the model came from",
+        )
     if section is not None and not is_fp8(section):
         raise SwiftFP8Error(
             f"this model is quantized already ({section.get('quant_method', '?')})",
@@ -92,11 +98,15 @@ def inspect_model(directory: Path, *, trust_remote_code: bool = False) -> ModelL
 def is_fp8(section: Mapping[str, Any]) -> bool:
     """Whether a `quantization_config` means e4m3 weights with scales beside them."""
     method = section.get("quant_method")
-    groups = (section.get("config_groups") or {}).values()
     if method == "compressed-tensors":
-        weights = [group.get("weights") or {} for group in groups]
+        groups = section.get("config_groups")
+        weights = [
+            group.get("weights") if isinstance(group, Mapping) else None
+            for group in (groups.values() if isinstance(groups, Mapping) else ())
+        ]
         return bool(weights) and all(
-            (w.get("type"), w.get("num_bits")) == ("float", 8) for w in weights
+            isinstance(w, Mapping) and (w.get("type"), w.get("num_bits")) == ("float", 8)
+            for w in weights
         )
     return method == "fp8" or (
         method == "modelopt" and str(section.get("quant_algo", "")).upper() == "FP8"
@@ -122,14 +132,22 @@ def meta_model(directory: Path, trust_remote_code: bool = False) -> tuple[Any, A
             del config.quantization_config
         with torch.device("meta"):
             model = model_class.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError, StrictDataclassError) as error:
+    except (
+        # What odd values in config.json raise, deep in a model's class: no heads, no such dtype.
+        *(ValueError, TypeError, AttributeError, ZeroDivisionError, RuntimeError),
+        *(KeyError, OSError, ImportError, StrictDataclassError),
+    ) as error:
         raise SwiftFP8Error(
-            f"transformers can't build this model: {str(error).splitlines()[0]}",
+            f"transformers can't build this model: {_first_line(error)}",
             where=str(directory),
             fix="a language model, a classifier or an encoder is needed; set "
             "trust_remote_code=true if it has own code",
         ) from error
     return config, model
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def decide(

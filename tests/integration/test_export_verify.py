@@ -15,6 +15,7 @@ from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.check import check_checkpoint
 from swiftfp8.export.export import export_checkpoint
+from swiftfp8.export.verify import verify_directory
 
 Change = Callable[[dict[str, torch.Tensor]], object]
 UP = "model.layers.1.mlp.up_proj"
@@ -164,6 +165,81 @@ def test_an_old_name_of_a_buffer_is_let_go(tmp_path: Path) -> None:
     base = save_tokenizer(save_model(tmp_path / "base"))
     edit_tensors(base, put("model.layers.0.self_attn.rotary_emb.inv_freq", 32))
     assert check_checkpoint(base).faults == ()
+
+
+ODD_SECTIONS: list[tuple[str, dict[str, object], str]] = [
+    ("compressed_tensors", {"config_groups": [1]}, "config_groups is [1], not an object"),
+    ("compressed_tensors", {"config_groups": {"g": "x"}}, "has 'x' in place of an object"),
+    *(
+        ("compressed_tensors", {"config_groups": {"g": {key: value}}}, f"{key} is {value!r}, not")
+        for key, value in (
+            ("weights", "x"),
+            ("input_activations", "x"),
+            ("targets", 5),
+            ("targets", ["re:("]),
+        )
+    ),
+    (
+        "compressed_tensors",
+        {"config_groups": {"g": {"weights": {"block_structure": 128}}}},
+        "block_structure is 128, not a list of lengths",
+    ),
+    ("compressed_tensors", {"ignore": ["re:["]}, "ignore is ['re:['], not a list of names"),
+    ("compressed_tensors", {"ignore": [5]}, "ignore is [5], not a list of names"),
+    ("compressed_tensors", {"kv_cache_scheme": "x"}, "kv_cache_scheme is 'x', not an object"),
+    ("fp8_block", {"weight_block_size": 128}, "weight_block_size is 128, not a list of lengths"),
+    ("fp8", {"modules_to_not_convert": "lm_head"}, "not_convert is 'lm_head', not a list"),
+    ("modelopt", {"ignore": 5}, "ignore is 5, not a list of names"),
+]
+
+
+@pytest.mark.parametrize(("format_name", "changes", "said"), ODD_SECTIONS)
+def test_a_section_of_odd_types_is_a_fault(
+    exported: Path, tmp_path: Path, format_name: str, changes: dict[str, object], said: str
+) -> None:
+    directory = Path(shutil.copytree(exported, tmp_path / "odd"))
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "hf_quant_config.json").write_text("{}")
+    assert [said in fault.what for fault in verify_directory(directory, format_name)] == [True]
+
+
+@pytest.mark.parametrize(
+    "legacy", [{"quantization": "x"}, {"quantization": {"exclude_modules": 5}}]
+)
+def test_modelopts_own_file_of_odd_types(
+    exported: Path, tmp_path: Path, legacy: dict[str, object]
+) -> None:
+    directory = Path(shutil.copytree(exported, tmp_path / "odd"))
+    (directory / "hf_quant_config.json").write_text(json.dumps(legacy))
+    faults = verify_directory(directory, "modelopt")
+    assert len(faults) == 1 and ", not a" in faults[0].what
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization_config": "fp8"}, "quantization_config is no JSON object"),
+        ({"quantization_config": [1]}, "quantization_config is no JSON object"),
+        ({"num_attention_heads": 0}, "transformers can't build this model"),
+        ({"num_key_value_heads": 0}, "transformers can't build this model"),
+        ({"dtype": "float7"}, "transformers can't build this model"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": [1]}},
+            "quantized already",
+        ),
+    ],
+)
+def test_a_base_with_an_odd_configuration(
+    tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    base = save_model(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(SwiftFP8Error, match=said) as caught:
+        export_checkpoint(base, None, tmp_path / "export", ExportConfig(verify=False))
+    assert caught.value.exit_code == 2 and caught.value.where and caught.value.fix
 
 
 @pytest.mark.parametrize(

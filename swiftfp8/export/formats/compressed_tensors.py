@@ -27,6 +27,7 @@ from swiftfp8.export.scheme import (
     reference_weights,
     write_weights,
 )
+from swiftfp8.export.section import odd_types
 from swiftfp8.export.source import Source
 from swiftfp8.export.structure import Declared, check_quantized, module_names
 
@@ -74,11 +75,34 @@ def verify(directory: Path, layers: ModelLayers) -> list[Fault]:
     section = layers.config.get("quantization_config")
     if not isinstance(section, Mapping):
         return [Fault(where="config.json", what="has no quantization_config")]
+    kinds = {
+        "config_groups": "an object",
+        "kv_cache_scheme": "an object",
+        "ignore": "a list of names",
+    }
+    if odd := odd_types(section, kinds, _WHERE):
+        return odd
     groups = list((section.get("config_groups") or {}).values())
     if len(groups) != 1:
         what = f"has {len(groups)} config_groups; swiftfp8 checks one that is FP8"
         return [Fault(where=_WHERE, what=what)]
+    if odd := _odd_group(groups[0]):
+        return odd
     return check_quantized(directory, layers, _declared(directory, layers, section, groups[0]))
+
+
+def _odd_group(group: Any) -> list[Fault]:
+    where = f"{_WHERE}.config_groups"
+    if not isinstance(group, Mapping):
+        return [Fault(where=where, what=f"has {group!r} in place of an object")]
+    kinds = {
+        "weights": "an object",
+        "input_activations": "an object",
+        "targets": "a list of names",
+    }
+    odd = odd_types(group, kinds, where)
+    blocks = {"block_structure": "a list of lengths"}
+    return odd or odd_types(group.get("weights") or {}, blocks, f"{where}: weights")
 
 
 def _declared(

@@ -24,12 +24,19 @@ from swiftfp8.export.scheme import (
     reference_weights,
     write_weights,
 )
+from swiftfp8.export.section import odd_types
 from swiftfp8.export.source import Source
 from swiftfp8.export.structure import Declared, check_quantized, module_names
 
 NAME = "fp8"
 STATIC_INPUTS = "optional"
 SCHEME = Scheme(format=NAME, granularity="tensor", scale_suffix="_scale", multiple=(16, 16))
+
+KINDS = {
+    "modules_to_not_convert": "a list of names",
+    "ignored_layers": "a list of names",
+    "weight_block_size": "a list of lengths",
+}
 
 
 def describe(source: Source, options: FormatOptions) -> Layout:
@@ -53,6 +60,8 @@ def verify(directory: Path, layers: ModelLayers) -> list[Fault]:
     section = layers.config.get("quantization_config")
     if not isinstance(section, Mapping):
         return [Fault(where="config.json", what="has no quantization_config")]
+    if odd := odd_types(section, KINDS, "config.json: quantization_config"):
+        return odd
     return check_quantized(directory, layers, declared(directory, layers, section, SCHEME))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from swiftfp8.export.formats.fp8 import declared
+from swiftfp8.export.formats.fp8 import KINDS, declared
 from swiftfp8.export.layers import Decision, ModelLayers
 from swiftfp8.export.layout import Fault, FormatOptions, LayerError, Layout, WriteJob
 from swiftfp8.export.quantize import BLOCK
@@ -26,6 +26,7 @@ from swiftfp8.export.scheme import (
     reference_weights,
     write_weights,
 )
+from swiftfp8.export.section import odd_types
 from swiftfp8.export.source import Source
 from swiftfp8.export.structure import check_quantized
 
@@ -53,6 +54,8 @@ def verify(directory: Path, layers: ModelLayers) -> list[Fault]:
     section = layers.config.get("quantization_config")
     if not isinstance(section, Mapping):
         return [Fault(where="config.json", what="has no quantization_config")]
+    if odd := odd_types(section, KINDS, "config.json: quantization_config"):
+        return odd
     said = declared(directory, layers, section, SCHEME)
     if list(section.get("weight_block_size") or ()) != list(BLOCK):
         where = "config.json: quantization_config"

@@ -30,6 +30,7 @@ from swiftfp8.export.scheme import (
     reference_weights,
     write_weights,
 )
+from swiftfp8.export.section import odd_types
 from swiftfp8.export.source import Source
 from swiftfp8.export.structure import Declared, check_quantized, module_names
 
@@ -70,9 +71,17 @@ def verify(directory: Path, layers: ModelLayers) -> list[Fault]:
     if not (directory / MODELOPT_CONFIG).is_file():
         return [Fault(where=MODELOPT_CONFIG, what="is missing: engines know the format by it")]
     try:
-        section = read_json(directory / MODELOPT_CONFIG).get("quantization") or {}
+        legacy = read_json(directory / MODELOPT_CONFIG)
     except SwiftFP8Error as error:
         return [Fault(where=MODELOPT_CONFIG, what=error.what)]
+    section, newer = legacy.get("quantization") or {}, layers.config.get("quantization_config")
+    odd = (
+        odd_types(legacy, {"quantization": "an object"}, MODELOPT_CONFIG)
+        or odd_types(section, {"exclude_modules": "a list of names"}, MODELOPT_CONFIG)
+        or odd_types(newer or {}, {"ignore": "a list of names"}, "config.json")
+    )
+    if odd:
+        return odd
     return check_quantized(directory, layers, _declared(directory, layers, section))
 
 

@@ -12,7 +12,7 @@ from swiftfp8.config.schema import ExportConfig
 from swiftfp8.errors import SwiftFP8Error
 from swiftfp8.export.checkpoint_io import CheckpointReader
 from swiftfp8.export.export import export_checkpoint
-from swiftfp8.export.fp8_reader import DequantizingReader
+from swiftfp8.export.fp8_reader import DequantizingReader, open_tensors
 from swiftfp8.export.source import open_source
 
 NAME = "layer.weight"
@@ -73,6 +73,17 @@ def test_scales_that_no_weight_has(tmp_path: Path, scale: torch.Tensor, said: st
     with pytest.raises(SwiftFP8Error, match=said) as caught:
         stored(tmp_path, scale, "_scale")
     assert caught.value.where == str(tmp_path) and caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "block", [128, [0, 0], [128], "ab", [-128, -128], [128.0, 128.0], [True, 1]]
+)
+def test_a_block_size_that_is_none(tmp_path: Path, block: object) -> None:
+    stored(tmp_path, torch.ones(3, 2), "_scale_inv")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    with pytest.raises(SwiftFP8Error, match="not two lengths") as caught:
+        open_tensors(tmp_path, config)
+    assert "config.json" in str(caught.value.where)
 
 
 def test_an_fp8_base_exported_again_is_itself(tmp_path: Path) -> None:
