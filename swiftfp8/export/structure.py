@@ -276,13 +276,19 @@ def _check_scale(
         return [Fault(where=spec.name, what=f"has no {name.rpartition('.')[2]}")]
     if scale.dtype != "F32":
         return [Fault(where=scale.name, what=f"is {scale.dtype}, not F32")]
-    # Ones are not counted: engines take [N, 1] for [N] and [1] for [].
-    if [n for n in scale.shape if n != 1] != [n for n in shape if n != 1]:
+    if _without_last_ones(scale.shape) != _without_last_ones(shape):
         return [Fault(where=scale.name, what=f"has shape {scale.shape}, not {shape}")]
     values = reader.rows(scale.name)
     if not bool((torch.isfinite(values) & (values > 0)).all()):
         return [Fault(where=scale.name, what="holds scales that are not positive")]
     return []
+
+
+def _without_last_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Engines take [N, 1] for [N] and [1] for [], but not [1, N]."""
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
 
 
 def _check_groups(scheme: Scheme, reader: CheckpointReader) -> list[Fault]:

@@ -243,6 +243,9 @@ def test_faults_of_compressed_tensors(tmp_path: Path) -> None:
     assert faults_of(directory) == [f"{scale}: has shape (64, 1), not (256, 1)"]
     edit_tensor(directory, scale, lambda t: torch.ones(256))
     assert faults_of(directory) == []  # [N] is read as [N, 1] everywhere
+    edit_tensor(directory, scale, lambda t: t.view(1, 256))
+    assert faults_of(directory) == [f"{scale}: has shape (1, 256), not (256, 1)"]
+    edit_tensor(directory, scale, lambda t: t.view(256, 1))
     edit_config(directory, lambda s: s.update(ignore=["re:.*lm_head", "re:.*mlp[.]down_proj"]))
     found = faults_of(directory)
     assert [text for text in found if "listed as not converted" in text] == found != []
