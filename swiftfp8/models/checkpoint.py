@@ -28,6 +28,9 @@ def read_json(path: Path) -> Any:
     """The JSON content of `path`; a parse error names file, line and column."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        what = f"{path.name} is not valid JSON: it is nested too deep"
+        raise SwiftFP8Error(what, where=str(path), fix=_DOWNLOAD_AGAIN) from error
     except json.JSONDecodeError as error:
         where = f"{path}, line {error.lineno}, column {error.colno}"
         raise SwiftFP8Error(

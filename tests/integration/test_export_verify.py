@@ -258,3 +258,10 @@ def test_a_configuration_that_nothing_can_read(
     done = run_cli("export", "verify", f"dir={directory}", cwd=tmp_path)
     assert done.returncode in (1, 2) and said in done.stdout + done.stderr
     assert "this is a bug" not in done.stderr
+
+
+def test_a_configuration_nested_too_deep(exported: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(exported, tmp_path / "deep"))
+    (directory / "config.json").write_text('{"a":' * 100_000)
+    done = run_cli("export", f"model={directory}", "export_dir=out", cwd=tmp_path)
+    assert done.returncode == 2 and "config.json is not valid JSON" in done.stderr
