@@ -3,6 +3,7 @@
 import errno
 import os
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,34 @@ from swiftfp8.errors import RunFailed, SwiftFP8Error
 from swiftfp8.export import staging
 from swiftfp8.export.staging import staged
 
+Which = Callable[[Path, Path], bool]
+
+
+def never(source: Path, new: Path) -> bool:
+    return False
+
 
 def fill(target: Path, text: str = "new", **options: object) -> None:
     with staged(target, **{"overwrite": False, "needed_bytes": 0, **options}) as partial:
         assert not target.exists() or options
         (partial / "config.json").write_text(text)
         (partial / "export_report.json").write_text("{}")
+
+
+def interrupt_rename(
+    monkeypatch: pytest.MonkeyPatch, *, before: Which = never, after: Which = never
+) -> None:
+    """Ctrl-C just before, or just after, a rename (source, new name) that is meant."""
+    rename = os.rename
+
+    def interrupted(source: Path, new: Path) -> None:
+        if before(Path(source), Path(new)):
+            raise KeyboardInterrupt
+        rename(source, new)
+        if after(Path(source), Path(new)):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(staging.os, "rename", interrupted)
 
 
 def test_renamed_into_place(tmp_path: Path) -> None:
@@ -56,14 +79,9 @@ def test_ctrl_c_while_it_gets_its_name_leaves_the_old_one(
 ) -> None:
     target = tmp_path / "export"
     fill(target, "old")
-    rename = os.rename
-
-    def interrupted(source: Path, destination: Path) -> None:
-        if Path(destination) == target and ".partial-" in Path(source).name:
-            raise KeyboardInterrupt
-        rename(source, destination)
-
-    monkeypatch.setattr(staging.os, "rename", interrupted)
+    interrupt_rename(
+        monkeypatch, before=lambda source, new: new == target and ".partial-" in source.name
+    )
     with pytest.raises(KeyboardInterrupt):
         fill(target, "new", overwrite=True)
     assert (target / "config.json").read_text() == "old"
@@ -87,14 +105,7 @@ def test_ctrl_c_when_the_old_one_has_just_lost_its_name(
 ) -> None:
     target = tmp_path / "export"
     fill(target, "old")
-    rename = os.rename
-
-    def interrupted(source: Path, destination: Path) -> None:
-        rename(source, destination)
-        if ".old-" in Path(destination).name:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(staging.os, "rename", interrupted)
+    interrupt_rename(monkeypatch, after=lambda source, new: ".old-" in new.name)
     with pytest.raises(KeyboardInterrupt):
         fill(target, "new", overwrite=True)
     assert (target / "config.json").read_text() == "old"
@@ -106,14 +117,7 @@ def test_an_old_export_that_can_not_get_its_name_back_is_kept_and_named(
 ) -> None:
     target = tmp_path / "export"
     fill(target, "old")
-    rename = os.rename
-
-    def interrupted(source: Path, destination: Path) -> None:
-        if Path(destination) == target:
-            raise KeyboardInterrupt
-        rename(source, destination)
-
-    monkeypatch.setattr(staging.os, "rename", interrupted)
+    interrupt_rename(monkeypatch, before=lambda source, new: new == target)
     with pytest.raises(RunFailed, match="could not get its name back") as caught:
         fill(target, "new", overwrite=True)
     (old,) = tmp_path.iterdir()
